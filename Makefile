@@ -1,0 +1,85 @@
+# `make` sets up, `make help` lists the rest.
+#
+# The interpreter: a python3 that has torch already (a training container, a GPU machine without network) is used as
+# it is and nothing is installed into it. Otherwise the pinned packages of requirements.txt go into .venv here. Either way
+# the package runs from this tree, so PYTHONPATH names it.
+
+PYTHON ?= python3
+VENV := .venv
+INSTALLED := $(VENV)/.installed
+COMMAND := $(VENV)/bin/hybrid-ep
+
+HAS_TORCH := $(shell $(PYTHON) -c 'from importlib.util import find_spec as f; print(f("torch") and "yes" or "")' 2>/dev/null)
+ifneq ($(wildcard $(VENV)),)
+    OWN_VENV := yes
+else ifeq ($(HAS_TORCH),)
+    OWN_VENV := yes
+endif
+
+ifdef OWN_VENV
+    PY := $(VENV)/bin/python
+    PACKAGES := $(INSTALLED)
+    export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+else
+    PY := $(PYTHON)
+    PACKAGES :=
+endif
+
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+
+CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) -print0
+
+.DEFAULT_GOAL := setup
+.PHONY: setup build demo test lint format bench clean help
+
+setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
+	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
+
+build: $(PACKAGES)  ## compile the extension, where there is an nvcc, and check the kernels
+	@$(PY) setup.py --quiet build_ext --inplace
+	@$(PY) tools/check_kernels.py
+
+demo: setup  ## dispatch and combine once, on whatever this machine has
+	@$(PY) -m hybrid_ep demo
+
+# One after the other, as CI runs them: a style error shows before any compiling.
+test: $(PACKAGES)  ## lint, build, then the whole test suite
+	@$(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory build
+	@echo "== pytest"
+	@$(PY) -m pytest
+
+# The tools are pinned with the packages; a machine that brings its own torch may lack them, and then says so.
+lint: $(PACKAGES)  ## ruff over the Python, clang-format over csrc
+	@echo "== lint"
+	@if command -v ruff >/dev/null; then ruff check --quiet . && ruff format --check --quiet .; \
+	    else echo "SKIPPED: no ruff here, Python style not checked"; fi
+	@if command -v clang-format >/dev/null; then $(CSRC_FILES) | xargs -0r clang-format --dry-run -Werror; \
+	    else echo "SKIPPED: no clang-format here, csrc style not checked"; fi
+
+format: $(PACKAGES)  ## rewrite the files as lint wants them
+	@ruff check --quiet --fix . ; ruff format --quiet .
+	@$(CSRC_FILES) | xargs -0r clang-format -i
+
+bench: setup  ## measure dispatch and combine
+	@$(PY) -m hybrid_ep bench
+
+clean:  ## remove everything built (but not .venv)
+	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+$(INSTALLED): requirements.txt pyproject.toml
+	@echo "== installing requirements.txt into $(VENV) (once; torch takes a minute or two)"
+	@$(PYTHON) -c 'import sys; sys.exit(None if (3, 10) <= sys.version_info < (3, 14) else "hybrid_ep needs Python 3.10 to 3.13, not " + sys.version.split()[0] + ": make PYTHON=python3.12")'
+	@test -x $(VENV)/bin/python || $(PYTHON) -m venv $(VENV)
+	@$(PY) -m pip install -qq --disable-pip-version-check -r requirements.txt
+	@touch $@
+
+# An editable install of the package, for its `hybrid-ep` command; all else runs from the tree. After `build`, so that
+# compiling shows.
+$(COMMAND): pyproject.toml $(INSTALLED) | build
+	@$(PY) -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps -e .
+	@touch $@
