@@ -1,0 +1,142 @@
+"""Builds hybrid_ep._nvlink with nvcc and pybind11 alone.
+
+No torch header takes part and torch's build helper neither: so this builds in seconds, and one
+binary serves every torch version. nvcc drives every step, the host files and the link included,
+because it knows where its toolkit keeps the headers and the static CUDA runtime. Without nvcc the
+package is pure Python (its torch backend).
+"""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+CSRC = ROOT / "csrc"
+# Objects hold Python's ABI, so each Python keeps its own.
+OBJECTS = ROOT / "build" / f"obj-{sys.implementation.cache_tag}"
+PTXAS_LOG = ROOT / "build" / "ptxas.log"
+
+COMPILE_FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-lineinfo",
+    "--expt-relaxed-constexpr",
+    # Hopper and Blackwell in machine code; what comes after starts from the PTX.
+    "-gencode=arch=compute_90,code=sm_90",
+    "-gencode=arch=compute_100,code=[sm_100,compute_100]",
+    "--threads=0",
+    "-Xptxas=-v",
+    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
+]
+# Hidden: a static libstdc++ or CUDA runtime inside must not meet the ones torch loaded.
+LINK_FLAGS = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL"]
+
+
+def find_nvcc() -> str | None:
+    """The nvcc of CUDA_HOME if it has one, else the one on PATH."""
+    cuda_home = os.environ.get("CUDA_HOME")
+    return (cuda_home and shutil.which("nvcc", path=f"{cuda_home}/bin")) or shutil.which("nvcc")
+
+
+def host_compiler() -> list[str]:
+    """Nvcc's option for the host compiler that CXX names, if it names one."""
+    words = shlex.split(os.environ.get("CXX", ""))
+    return [f"-ccbin={words[-1]}"] if words else []  # the last word: CXX may be "ccache g++-13"
+
+
+def nvlink_sources() -> list[str]:
+    """Every source under csrc but the network's, which are the second module's."""
+    files = [path for suffix in ("*.cpp", "*.cu") for path in CSRC.rglob(suffix)]
+    network = ("nvshmem", "internode")
+    return sorted(
+        str(path.relative_to(ROOT)) for path in files if not any(n in path.name for n in network)
+    )
+
+
+class NvccBuildExt(build_ext):
+    """Compiles what changed, in parallel, and keeps ptxas's report in build/ptxas.log."""
+
+    def build_extension(self, ext: Extension) -> None:
+        """Compile and link one extension module."""
+        target = Path(self.get_ext_fullpath(ext.name))
+        sources = [ROOT / source for source in ext.sources]
+        objects = [OBJECTS / f"{source.relative_to(CSRC)}.o" for source in sources]
+        # Flags live in this file; headers are few, so each counts for every source.
+        shared = [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
+        newest_shared = max(path.stat().st_mtime for path in shared)
+
+        stale = [
+            (source, obj)
+            for source, obj in zip(sources, objects, strict=True)
+            if self.force or mtime(report_of(obj)) < max(source.stat().st_mtime, newest_shared)
+        ]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            for output in pool.map(lambda pair: self.compile(*pair), stale):
+                if output:
+                    print(output, file=sys.stderr)
+
+        PTXAS_LOG.write_text("".join(report_of(obj).read_text() for obj in objects))
+
+        if stale or mtime(target) < max(map(mtime, objects)):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            run([NVCC, *host_compiler(), *LINK_FLAGS, "-o", target, *objects])
+            print(f"built {target.name}")
+
+    def compile(self, source: Path, obj: Path) -> str:
+        """Compile one file; returns the compiler's warnings."""
+        import pybind11
+
+        print(f"nvcc {source.relative_to(ROOT)}", flush=True)
+        obj.parent.mkdir(parents=True, exist_ok=True)
+        headers = [sysconfig.get_paths()["include"], pybind11.get_include()]
+        includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in headers)]
+        flags = [*host_compiler(), *COMPILE_FLAGS, *includes]
+        lines = run([NVCC, *flags, "-c", source, "-o", obj]).splitlines()
+        report = [line for line in lines if is_ptxas_report(line)]
+        report_of(obj).write_text("".join(f"{line}\n" for line in report))
+        return "\n".join(line for line in lines if line.strip() and not is_ptxas_report(line))
+
+
+def report_of(obj: Path) -> Path:
+    """What ptxas said about an object; written after it, so its age is the object's."""
+    return obj.with_suffix(".ptxas")
+
+
+def is_ptxas_report(line: str) -> bool:
+    """Whether a line of nvcc's output belongs to what -Xptxas=-v asked for."""
+    return line.startswith("ptxas info") or "bytes stack frame" in line
+
+
+def mtime(path: Path) -> float:
+    """When a file was written; long ago if there is none."""
+    return path.stat().st_mtime if path.exists() else 0.0
+
+
+def run(command: list) -> str:
+    """Run a command and return what it printed, or end the build showing it."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if done.returncode:
+        sys.exit(f"{done.stdout}\nfailed: {shlex.join(map(str, command))}")
+    return done.stdout
+
+
+NVCC = find_nvcc()
+SOURCES = nvlink_sources()
+if not NVCC:
+    print(
+        "hybrid_ep: no nvcc (CUDA_HOME or PATH), so this is the pure Python package without GPU "
+        "kernels."
+    )
+
+setup(
+    ext_modules=[Extension("hybrid_ep._nvlink", SOURCES)] if NVCC and SOURCES else [],
+    cmdclass={"build_ext": NvccBuildExt},
+)
