@@ -94,7 +94,8 @@ class NvccBuildExt(build_ext):
         """Compile one file; returns the compiler's warnings."""
         import pybind11
 
-        print(f"nvcc {source.relative_to(ROOT)}", flush=True)
+        sys.stdout.write(f"nvcc {source.relative_to(ROOT)}\n")  # in one piece: others print too
+        sys.stdout.flush()
         obj.parent.mkdir(parents=True, exist_ok=True)
         headers = [sysconfig.get_paths()["include"], pybind11.get_include()]
         includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in headers)]

@@ -1,4 +1,4 @@
-"""The markers that say what a test needs, so that a machine without it skips the test with a reason.
+"""Markers that say what a test needs; a machine without it skips the test with a reason.
 
 @pytest.mark.gpu       one CUDA device of Hopper or later (capability 9.0)
 @pytest.mark.gpus(n)   n of them

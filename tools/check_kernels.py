@@ -36,7 +36,7 @@ RULES = [
     ),
     Rule(
         re.compile(r"#\s*(if|ifdef|ifndef|elif)\b(?!.*\b__CUDA(CC|_ARCH)__)"),
-        "a feature is a file, a role or a template type, not an #if (and a header has #pragma once)",
+        "a feature is a file, a role or a template type, not an #if (headers: #pragma once)",
     ),
     Rule(
         # With libstdc++ linked statically beside torch's, streams and regex crash in std::locale.
@@ -71,15 +71,15 @@ def broken_rules(csrc: Path) -> Iterator[str]:
 
 
 def spills(report: str) -> Iterator[str]:
-    function = "?"
+    kernel = "?"
     for line in report.splitlines():
-        if match := re.search(r"Function properties for (\S+)", line):
-            function = match[1]
+        if match := re.search(r"Compiling entry function '(\S+)' for '(\S+)'", line):
+            kernel = f"{match[1]} ({match[2]})"
         elif match := re.search(
             r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", line
         ):
             if any(map(int, match.groups())):
-                yield f"{function}: {line.strip()}"
+                yield f"{kernel}: {line.strip()}"
 
 
 def main() -> int:
