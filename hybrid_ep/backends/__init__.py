@@ -1,0 +1,74 @@
+"""The three ways of moving tokens, behind one protocol."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+
+class Route(NamedTuple):
+    """Who sends what into which row; the fields are those of ``Handle``."""
+
+    layout: Tensor
+    counts: Tensor
+    offsets: Tensor
+    required_rows: Tensor
+
+
+class Backend(Protocol):
+    """What a backend does for a Buffer. Inputs were checked before; every call is collective.
+
+    The three verbs are all there is: a fresh dispatch is route + dispatch, a cached one is dispatch
+    alone, the backward of dispatch is combine and the backward of combine is dispatch.
+    """
+
+    name: str
+    layout_size: int
+
+    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+        """Agree with all ranks on the rows; `topk_idx` is ``[T, K]``, -1 for no expert."""
+        ...
+
+    def dispatch(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        *,
+        num_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Move ``x [T, H]``, float32 ``weights [T, K]`` and ``scales [T, S]`` into rows.
+
+        ``num_rows`` None means: as many as the layout needs, which may make the host wait.
+        """
+        ...
+
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Tensor,
+        *,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Sum ``rows [M, H]``, weighted by float32 ``weights [M]``, at home: ``[T, H]``.
+
+        ``values`` float32 ``[M]``, one per row, go home beside it unsummed: ``[T, K]``, each slot
+        gets its row's value (zero where the slot has no row).
+        """
+        ...
+
+    def check(self) -> None:
+        """Raise the PeerError that a call left behind, if one did; does not wait."""
+        ...
+
+    def describe(self) -> str:
+        """One line for people: what carries the bytes."""
+        ...
+
+    def destroy(self) -> None:
+        """Give back what the backend holds; idempotent, waits for no peer."""
+        ...

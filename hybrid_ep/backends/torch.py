@@ -1,0 +1,504 @@
+"""The torch backend: the specification of the library, and what runs where nothing faster can.
+
+It imports torch only and runs on any device: gloo on the CPU, NCCL on GPUs, and gloo with host
+copies where several ranks share a GPU. The other backends are compared with it bit by bit, so the
+places where it adds and where it rounds are part of the contract:
+
+    expert side   acc = sum over the token's local experts, in expert order, in fp32
+                  (weight * row is rounded to fp32 before it is added), rounded to the payload dtype
+    home          y = sum over the ranks of a node in rank order in fp32, rounded; with several
+                  nodes, then the sum of those over the nodes, in order, rounded once more
+
+Sums start with their first term, not with zero, so that a sum of one row is that row.
+
+    token t of rank s --send_tokens--> copy c of rank r --copy_rows--> rows of the local experts
+    y[t] <--home_copies-- sum of copy c <--copy_rows-- rows
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.backends import Route
+from hybrid_ep.errors import PeerError
+from hybrid_ep.topology import Topology
+
+_PHASES = ("route", "dispatch", "combine")
+
+
+class _Layout:
+    """Names for the parts of a torch layout, which are views of one int32 tensor.
+
+    Attributes:
+        num_copies: copies that this rank receives; num_rows: rows they need, padding included.
+        send_counts, recv_counts: lists, copies per peer.
+        send_tokens: ``[copies sent]``, token of each copy, ordered by (peer, token).
+        home_copies: ``[T, min(K, R)]``, the token's copies in rank order, -1 where it has fewer.
+        positions: ``[T, K]``, slot -> place of its expert among the token's distinct experts in
+            ascending order; -1 for a slot without expert.
+        copy_rows: ``[num_copies, K]``, row for each such place, -1 where the expert is not mine or
+            the row was dropped.
+    """
+
+    HEADER = 4
+
+    def __init__(self, storage: Tensor, num_ranks: int, max_tokens: int, topk: int) -> None:
+        header = storage[: self.HEADER + 2 * num_ranks].tolist()
+        self.num_tokens, self.num_copies, self.num_rows, num_sent = header[: self.HEADER]
+        self.send_counts = header[self.HEADER : self.HEADER + num_ranks]
+        self.recv_counts = header[self.HEADER + num_ranks :]
+        fanout = min(topk, num_ranks)
+        shapes = {
+            "send_tokens": (max_tokens * fanout, (num_sent,)),
+            "home_copies": (max_tokens * fanout, (self.num_tokens, fanout)),
+            "positions": (max_tokens * topk, (self.num_tokens, topk)),
+            "copy_rows": (num_ranks * max_tokens * topk, (self.num_copies, topk)),
+        }
+        begin = self.HEADER + 2 * num_ranks
+        for name, (capacity, shape) in shapes.items():
+            size = 1
+            for length in shape:
+                size *= length
+            setattr(self, name, storage[begin : begin + size].view(shape))
+            begin += capacity
+
+    @staticmethod
+    def size(num_ranks: int, max_tokens: int, topk: int) -> int:
+        """Int32 words of the storage: the worst case, so that shapes never depend on routing."""
+        fanout = min(topk, num_ranks)
+        per_token = 2 * fanout + topk + num_ranks * topk
+        return _Layout.HEADER + 2 * num_ranks + max_tokens * per_token
+
+
+@dataclass
+class _Exchange:
+    """Point-to-point messages of equal meaning between all ranks: one list of tensors a peer."""
+
+    group: Any
+    topology: Topology
+    timeout: timedelta
+    staged: bool  # gloo cannot send from a GPU: go through host memory
+    failure: PeerError | None = None
+
+    def __call__(
+        self,
+        sends: Sequence[Sequence[Tensor]],
+        recvs: Sequence[Sequence[Tensor]],
+        *,
+        phase: str,
+        call: int,
+    ) -> None:
+        """Send ``sends[r]`` to rank r and fill ``recvs[r]`` from it; my own rank is left alone."""
+        if self.topology.num_ranks == 1:
+            return
+        work: list[tuple[int, dist.Work]] = []
+        keep: list[Tensor] = []  # isend does not hold its tensor
+        landed: list[tuple[Tensor, Tensor]] = []
+        try:
+            operations = []
+            for step in range(1, self.topology.num_ranks):
+                # rank r talks to r+1, r+2, ... so that no receiver gets everything at once
+                source = (self.topology.rank - step) % self.topology.num_ranks
+                target = (self.topology.rank + step) % self.topology.num_ranks
+                for tensor in recvs[source]:
+                    if tensor.numel():
+                        buffer = torch.empty_like(tensor, device="cpu") if self.staged else tensor
+                        landed.append((tensor, buffer))
+                        operations.append((dist.irecv, buffer, source))
+                for tensor in sends[target]:
+                    if tensor.numel():
+                        buffer = tensor.cpu() if self.staged else tensor
+                        keep.append(buffer)
+                        operations.append((dist.isend, buffer, target))
+            work = self._start(operations)
+            for peer, request in work:
+                self._wait(request, peer, phase, call)
+        except PeerError as error:
+            self.failure = error
+            raise
+        if self.staged:
+            for tensor, buffer in landed:
+                tensor.copy_(buffer)
+
+    def _start(self, operations: list[tuple[Any, Tensor, int]]) -> list[tuple[int, dist.Work]]:
+        peers = [peer for _, _, peer in operations]
+        to_global = self._global_rank
+        if dist.get_backend(self.group) == "nccl" and operations:
+            batch = [dist.P2POp(op, t, to_global(p), self.group) for op, t, p in operations]
+            requests = dist.batch_isend_irecv(batch)
+            return [(peers[0], request) for request in requests]
+        return [(p, op(t, to_global(p), group=self.group)) for op, t, p in operations]
+
+    def _global_rank(self, peer: int) -> int:
+        return dist.get_global_rank(self.group, peer)
+
+    def _wait(self, request: dist.Work, peer: int, phase: str, call: int) -> None:
+        try:
+            if dist.get_backend(self.group) == "nccl":
+                request.wait()  # orders the stream; NCCL's watchdog keeps the deadline
+            else:
+                request.wait(self.timeout)
+        except RuntimeError as error:
+            raise PeerError(
+                rank=self.topology.rank,
+                peer=peer,
+                phase=phase,
+                call=call,
+                reason=f"nothing came within {self.timeout.total_seconds():g} s or the connection "
+                f"closed ({str(error).splitlines()[0]})",
+            ) from error
+
+
+class TorchBackend:
+    """See the module; the methods are those of ``Backend``."""
+
+    name = "torch"
+
+    def __init__(
+        self,
+        group: Any,
+        topology: Topology,
+        *,
+        num_experts: int,
+        max_tokens: int,
+        topk: int,
+        device: torch.device,
+        timeout_s: float,
+    ) -> None:
+        self._topology = topology
+        self._num_local_experts = num_experts // topology.num_ranks
+        self._max_tokens = max_tokens
+        self._topk = topk
+        self._device = device
+        self._call = 0
+        self.layout_size = _Layout.size(topology.num_ranks, max_tokens, topk)
+        carrier = "nothing" if topology.num_ranks == 1 else dist.get_backend(group)
+        self._exchange = _Exchange(
+            group,
+            topology,
+            timedelta(seconds=timeout_s),
+            staged=device.type != "cpu" and carrier != "nccl",
+        )
+        self._carrier = carrier + (" through host memory" if self._exchange.staged else "")
+
+    def describe(self) -> str:
+        return f"torch: point-to-point messages, carried by {self._carrier}"
+
+    def check(self) -> None:
+        if self._exchange.failure is not None:
+            raise self._exchange.failure
+
+    def destroy(self) -> None:
+        pass
+
+    # ---- route
+
+    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+        ranks, topk = self._topology.num_ranks, self._topk
+        experts, positions = _distinct_experts(topk_idx.long())
+        # copies: the token once for each rank that has one of its experts
+        present = _one_hot_any(experts, self._num_local_experts, ranks)  # [T, R]
+        send_counts = present.sum(dim=0)
+        peer_of_copy, send_tokens = present.t().nonzero(as_tuple=True)
+
+        recv_counts = torch.empty_like(send_counts)
+        self._agree("route", (topk,), send_counts, recv_counts)
+        sent, received = send_counts.tolist(), recv_counts.tolist()
+        copies = self._exchange_rows(experts, send_tokens, sent, received, "route")
+
+        copy_rows, counts, offsets, required = self._assign_rows(copies, max_rows, align)
+        home_copies = _home_copies(present, peer_of_copy, send_tokens, min(topk, ranks))
+
+        layout = torch.zeros(self.layout_size, dtype=torch.int32, device=self._device)
+        header = [topk_idx.shape[0], copies.shape[0], required, send_tokens.shape[0]]
+        layout[: len(header) + 2 * ranks] = torch.tensor(
+            header + sent + received, dtype=torch.int32, device=self._device
+        )
+        parts = self._parts(layout)
+        parts.send_tokens.copy_(send_tokens)
+        parts.home_copies.copy_(home_copies)
+        parts.positions.copy_(positions)
+        parts.copy_rows.copy_(copy_rows)
+        return Route(
+            layout,
+            counts.int(),
+            offsets.int(),
+            torch.tensor(required, dtype=torch.int32, device=self._device),
+        )
+
+    def _assign_rows(
+        self, copies: Tensor, max_rows: int | None, align: int
+    ) -> tuple[Tensor, Tensor, Tensor, int]:
+        """Rows ordered by (local expert, source rank, source token), the last two as copies are."""
+        first = self._topology.rank * self._num_local_experts
+        local = copies - first  # [C, K]
+        mine = (local >= 0) & (local < self._num_local_experts)
+        copy, place = mine.nonzero(as_tuple=True)
+        expert = local[copy, place]
+        counts = torch.bincount(expert, minlength=self._num_local_experts)
+        ends = counts.add(align - 1).div(align, rounding_mode="floor").mul(align).cumsum(0)
+        offsets = torch.cat([ends.new_zeros(1), ends])
+        required = int(offsets[-1])
+
+        order = torch.argsort(expert, stable=True)
+        unpadded = counts.cumsum(0) - counts
+        row = torch.empty_like(expert)
+        row[order] = torch.arange(expert.numel(), device=self._device)
+        row += (offsets[:-1] - unpadded)[expert]
+        if max_rows is not None and required > max_rows:
+            # rows beyond the bound are dropped: the last experts lose theirs first
+            row = torch.where(row < max_rows, row, -1)
+            kept = (max_rows - offsets[:-1]).clamp(min=0)
+            counts = torch.minimum(counts, kept)
+            offsets = offsets.clamp(max=max_rows)
+        copy_rows = torch.full_like(copies, -1)
+        copy_rows[copy, place] = row
+        return copy_rows, counts, offsets, required
+
+    # ---- dispatch
+
+    def dispatch(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        *,
+        num_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        parts = self._parts(layout)
+        num_rows = parts.num_rows if num_rows is None else num_rows
+        scale_bytes = 0 if scales is None else scales.element_size() * scales.shape[1]
+        self._agree("dispatch", (x.element_size() * x.shape[1], scale_bytes, weights is not None))
+
+        copy, place = (parts.copy_rows >= 0).nonzero(as_tuple=True)
+        row = parts.copy_rows[copy, place].long()
+        copy_of_row = torch.zeros(num_rows, dtype=torch.long, device=self._device)
+        copy_of_row[row] = copy
+        padding = torch.ones(num_rows, dtype=torch.bool, device=self._device)
+        padding[row] = False
+        padding = padding.nonzero().squeeze(1)
+
+        def move(tensor: Tensor) -> Tensor:
+            received = self._exchange_rows(
+                _as_words(tensor),
+                parts.send_tokens.long(),
+                parts.send_counts,
+                parts.recv_counts,
+                "dispatch",
+            )
+            if received.shape[0] == 0:
+                words = received.new_zeros((num_rows, received.shape[1]))
+            else:
+                words = received.index_select(0, copy_of_row).index_fill_(0, padding, 0)
+            return words.view(tensor.dtype).view(num_rows, tensor.shape[1])
+
+        rows = move(x)
+        moved_scales = None if scales is None else move(scales)
+        if weights is None:
+            return rows, None, moved_scales
+        by_place = _sum_slots(weights, parts.positions)
+        received = self._exchange_rows(
+            by_place, parts.send_tokens.long(), parts.send_counts, parts.recv_counts, "dispatch"
+        )
+        row_weights = weights.new_zeros(num_rows)
+        row_weights[row] = received[copy, place]
+        return rows, row_weights, moved_scales
+
+    # ---- combine
+
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Tensor,
+        *,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        parts = self._parts(layout)
+        self._agree("combine", (rows.element_size() * rows.shape[1], values is not None))
+        place_weights = None if weights is None else _gather(weights, parts.copy_rows)
+        partial = _sum_in_order(rows, parts.copy_rows, place_weights).to(rows.dtype)
+        inbox = self._return_copies(partial, parts)
+        y = self._sum_at_home(inbox, parts)
+        if values is None:
+            return y, None
+
+        home = self._return_copies(_gather(values, parts.copy_rows), parts)
+        by_place = home.new_zeros((num_tokens, self._topk))
+        by_place.index_add_(0, parts.send_tokens.long(), home)  # one rank owns each place
+        return y, _gather_slots(by_place, parts.positions)
+
+    def _sum_at_home(self, inbox: Tensor, parts: _Layout) -> Tensor:
+        """Over the ranks of a node in rank order, then over the nodes; rounded after each."""
+        nodes = self._topology.num_nodes
+        if nodes == 1:
+            return _sum_in_order(inbox, parts.home_copies).to(inbox.dtype)
+        ends = torch.tensor(parts.send_counts, device=self._device).cumsum(0)
+        peer = torch.bucketize(parts.home_copies.clamp(min=0), ends, right=True)
+        node = torch.where(parts.home_copies >= 0, peer // self._topology.ranks_per_node, -1)
+        sums = [
+            _sum_in_order(inbox, torch.where(node == n, parts.home_copies, -1)).to(inbox.dtype)
+            for n in range(nodes)
+        ]
+        tokens = parts.num_tokens
+        sum_of_node = torch.arange(nodes * tokens, device=self._device).view(nodes, tokens).t()
+        touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
+        index = torch.where(touched, sum_of_node, -1)
+        return _sum_in_order(torch.cat(sums), index).to(inbox.dtype)
+
+    def _return_copies(self, received: Tensor, parts: _Layout) -> Tensor:
+        """Send each copy's result back; what comes home is ordered as ``send_tokens``."""
+        home = received.new_empty((sum(parts.send_counts), *received.shape[1:]))
+        sends = list(received.split(parts.recv_counts))
+        recvs = list(home.split(parts.send_counts))
+        recvs[self._topology.rank].copy_(sends[self._topology.rank])
+        self._exchange([[t] for t in sends], [[t] for t in recvs], phase="combine", call=self._call)
+        return home
+
+    # ---- shared by the verbs
+
+    def _parts(self, layout: Tensor) -> Any:
+        return _Layout(layout, self._topology.num_ranks, self._max_tokens, self._topk)
+
+    def _agree(
+        self,
+        phase: str,
+        signature: tuple[int, ...],
+        counts: Tensor | None = None,
+        recv_counts: Tensor | None = None,
+    ) -> None:
+        """Start a call: everybody makes the same one. Carries the counts of copies along."""
+        self.check()
+        self._call += 1
+        ranks, me = self._topology.num_ranks, self._topology.rank
+        mine = [_PHASES.index(phase), self._call, *(int(v) for v in signature)]
+        sent = torch.tensor([mine] * ranks, dtype=torch.int64)
+        if counts is not None:
+            sent = torch.cat([sent, counts.cpu().unsqueeze(1)], dim=1)
+        width = 8  # the same for every phase, so that different calls can be told apart
+        sent = torch.nn.functional.pad(sent, (0, width - sent.shape[1])).to(self._device)
+        got = sent.clone()
+        self._exchange(
+            [[row] for row in sent], [[row] for row in got], phase=phase, call=self._call
+        )
+        for peer, theirs in enumerate(got.tolist()):
+            if theirs[: len(mine)] != mine:
+                self._exchange.failure = PeerError(
+                    rank=me,
+                    peer=peer,
+                    phase=phase,
+                    call=self._call,
+                    reason=f"the peer made another call: (phase, call, sizes) is {mine} here and "
+                    f"{theirs[: len(mine)]} there, phases being {', '.join(_PHASES)}",
+                )
+                raise self._exchange.failure
+        if recv_counts is not None:
+            recv_counts.copy_(got[:, len(mine)])
+
+    def _exchange_rows(
+        self,
+        source: Tensor,
+        send_tokens: Tensor,
+        send_counts: list[int],
+        recv_counts: list[int],
+        phase: str,
+    ) -> Tensor:
+        """Gather rows of ``source`` by token for each peer; returns theirs, ordered by rank."""
+        me = self._topology.rank
+        received = source.new_empty((sum(recv_counts), *source.shape[1:]))
+        recvs = list(received.split(recv_counts))
+        tokens = list(send_tokens.split(send_counts))
+        torch.index_select(source, 0, tokens[me], out=recvs[me])
+        sends = [
+            source[:0] if peer == me else source.index_select(0, t) for peer, t in enumerate(tokens)
+        ]
+        recvs[me] = recvs[me][:0]
+        self._exchange([[t] for t in sends], [[t] for t in recvs], phase=phase, call=self._call)
+        return received
+
+
+def _distinct_experts(topk_idx: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token's distinct experts in ascending order, then -1; and slot -> place among them."""
+    big = torch.iinfo(torch.long).max
+    ordered, slot = torch.where(topk_idx < 0, big, topk_idx).sort(dim=1, stable=True)
+    valid = ordered != big
+    new = valid.clone()
+    new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
+    place = torch.where(valid, new.long().cumsum(1) - 1, -1)
+    positions = torch.empty_like(place).scatter_(1, slot, place)
+    experts = torch.full_like(topk_idx, -1)
+    token, column = new.nonzero(as_tuple=True)
+    experts[token, place[token, column]] = ordered[token, column]
+    return experts, positions
+
+
+def _one_hot_any(experts: Tensor, num_local_experts: int, num_ranks: int) -> Tensor:
+    """Bool ``[T, R]``: does token t have an expert on rank r?"""
+    token, place = (experts >= 0).nonzero(as_tuple=True)
+    present = torch.zeros((experts.shape[0], num_ranks), dtype=torch.bool, device=experts.device)
+    present[token, experts[token, place] // num_local_experts] = True
+    return present
+
+
+def _home_copies(present: Tensor, peer: Tensor, token: Tensor, fanout: int) -> Tensor:
+    """``[T, fanout]``: which copies a token has, in rank order; -1 where there are fewer."""
+    slot = present.long().cumsum(1) - 1
+    home = torch.full((present.shape[0], fanout), -1, dtype=torch.long, device=present.device)
+    home[token, slot[token, peer]] = torch.arange(token.numel(), device=present.device)
+    return home
+
+
+def _sum_in_order(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
+    """Fp32 ``[N, H]``: sum over j, in order, of ``weights[n, j] * rows[index[n, j]]``; -1 is none.
+
+    Starting from -0.0 makes the first term the start of the sum: -0.0 + v is v, bit by bit.
+    """
+    wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+    total = torch.full((index.shape[0], rows.shape[1]), -0.0, dtype=wide, device=rows.device)
+    for column in range(index.shape[1]):
+        which = (index[:, column] >= 0).nonzero().squeeze(1)
+        term = rows.index_select(0, index[which, column].long()).to(wide)
+        if weights is not None:
+            term *= weights[which, column].unsqueeze(1)
+        total.index_add_(0, which, term)
+    return total.index_fill_(0, (index < 0).all(dim=1).nonzero().squeeze(1), 0.0)
+
+
+def _gather(values: Tensor, index: Tensor) -> Tensor:
+    """``values[index]`` with zero where index is -1."""
+    if values.numel() == 0:
+        return values.new_zeros(index.shape)
+    return torch.where(index >= 0, values[index.clamp(min=0).long()], 0.0)
+
+
+def _sum_slots(weights: Tensor, positions: Tensor) -> Tensor:
+    """Weights by slot -> by place; slots with the same expert add, in slot order."""
+    by_place = torch.zeros_like(weights)
+    for slot in range(weights.shape[1]):
+        place = positions[:, slot : slot + 1].long()
+        weight = torch.where(place >= 0, weights[:, slot : slot + 1], 0.0)
+        by_place.scatter_add_(1, place.clamp(min=0), weight)
+    return by_place
+
+
+def _gather_slots(by_place: Tensor, positions: Tensor) -> Tensor:
+    """By place -> by slot; slots with the same expert get the same value."""
+    places = positions.long()
+    return torch.where(places >= 0, by_place.gather(1, places.clamp(min=0)), 0.0)
+
+
+def _as_words(tensor: Tensor) -> Tensor:
+    """The same bytes as the widest integers that divide a row: moving knows no dtype."""
+    width = tensor.shape[1] * tensor.element_size()
+    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    size = next(size for size in words if width % size == 0)
+    return tensor.contiguous().view(words[size])

@@ -1,0 +1,371 @@
+"""The Buffer: everything that dispatch and combine need and that outlives a call."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.backends import Backend
+from hybrid_ep.backends.torch import TorchBackend
+from hybrid_ep.config import Config
+from hybrid_ep.topology import Topology
+
+_log = logging.getLogger("hybrid_ep")
+_next_id = itertools.count()
+_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
+
+BACKENDS = ("auto", "torch", "nvlink")
+TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
+SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Buffer:
+    """The symmetric memory and the metadata of one expert-parallel group.
+
+    Built once, by all ranks of the group together; sizes are fixed for its life. One Buffer serves
+    any number of layers, micro-batches and handles; a process may hold several, on several groups.
+
+    Args:
+        group: the ``torch.distributed`` group, None for the default one; without
+            ``torch.distributed`` initialised, a world of one rank.
+        hidden: H, elements of a token.
+        num_experts: E, over all ranks; rank r owns experts ``[r * E / R, (r + 1) * E / R)``.
+        max_tokens: most tokens that a rank may dispatch in one call; T may differ between ranks.
+        topk: K, columns of ``topk_idx``.
+        dtype: the widest payload; together with ``scale_bytes`` it sizes the outbox.
+        scale_bytes: bytes of scales per token that the outbox holds besides a row of ``dtype``; 0
+            suffices where a narrower payload leaves the room (fp8 rows in a bf16 buffer).
+        device: where the tensors live; default: the current CUDA device where there is one and the
+            group can serve it, else the CPU.
+        backend: ``"torch"``, ``"nvlink"``, or ``"auto"``: nvlink where every rank can, else torch.
+        ranks_per_node: overrides the discovered node size; must divide the number of ranks.
+        config: tuning, equal on all ranks.
+
+    Raises:
+        ValueError: an argument breaks a rule, or ranks disagree on one (then on all of them).
+        RuntimeError: the backend asked for cannot run here; the text says what is missing.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        *,
+        hidden: int,
+        num_experts: int,
+        max_tokens: int,
+        topk: int,
+        dtype: torch.dtype = torch.bfloat16,
+        scale_bytes: int = 0,
+        device: torch.device | str | None = None,
+        backend: str = "auto",
+        ranks_per_node: int | None = None,
+        config: Config | None = None,
+    ) -> None:
+        distributed = dist.is_available() and dist.is_initialized()
+        if group is None and distributed:
+            group = dist.group.WORLD
+        num_ranks = dist.get_world_size(group) if distributed else 1
+        rank = dist.get_rank(group) if distributed else 0
+        if rank < 0:
+            raise ValueError("this process is not a member of the group")
+
+        sizes = {
+            "hidden": hidden,
+            "num_experts": num_experts,
+            "max_tokens": max_tokens,
+            "topk": topk,
+        }
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+        if num_experts % num_ranks:
+            raise ValueError(
+                f"num_experts must be divisible by the number of ranks, got num_experts="
+                f"{num_experts} with {num_ranks} ranks"
+            )
+        if not isinstance(scale_bytes, int) or scale_bytes < 0:
+            raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+        config = Config() if config is None else config
+        device = _default_device() if device is None else torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+
+        self.group = group
+        self.hidden, self.num_experts = hidden, num_experts
+        self.max_tokens, self.topk = max_tokens, topk
+        self.dtype, self.scale_bytes = dtype, scale_bytes
+        self.device, self.config = device, config
+        self.topology = Topology(rank, num_ranks, ranks_per_node or num_ranks)
+        self.num_local_experts = num_experts // num_ranks
+        self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
+
+        settings = {
+            **sizes,
+            "dtype": str(dtype),
+            "scale_bytes": scale_bytes,
+            "device type": device.type,
+            "backend": backend,
+            "ranks_per_node": self.topology.ranks_per_node,
+            "config": repr(config),
+        }
+        self._agree_on(settings)
+        self._backend, self.backend_reason = self._make_backend(backend)
+        self.id = next(_next_id)
+        _buffers[self.id] = self
+        _log.info("%s", self.describe())
+
+    # ---- what a user asks a Buffer
+
+    @property
+    def backend(self) -> str:
+        """Name of the backend that was picked, the same on all ranks."""
+        return self._backend.name
+
+    @property
+    def layout_size(self) -> int:
+        """Int32 words of a handle's layout."""
+        return self._backend.layout_size
+
+    def describe(self) -> str:
+        """What was picked and why, in a few lines for people."""
+        t = self.topology
+        return (
+            f"hybrid_ep.Buffer: rank {t.rank} of {t.num_ranks}, {t.num_nodes} node(s) of "
+            f"{t.ranks_per_node}, {self.device}\n"
+            f"  {self.num_experts} experts ({self.num_local_experts} a rank), top-{self.topk}, "
+            f"hidden {self.hidden}, at most {self.max_tokens} tokens of {self.dtype}\n"
+            f"  {self._backend.describe()}\n"
+            f"  because {self.backend_reason}"
+        )
+
+    def check(self) -> None:
+        """Raise the error that an earlier call left behind, if one did; waits for nothing.
+
+        With ``max_rows`` the host never waits for the GPU, so a peer that died is found by the next
+        call on the buffer; this is how to ask at any other time (after a synchronisation, say).
+
+        Raises:
+            PeerError: a call waited for a peer in vain.
+        """
+        self.verbs.check()
+
+    def destroy(self) -> None:
+        """Give the memory back. Idempotent, waits for no peer, safe after a PeerError.
+
+        Peers may still be reading this rank's outbox: destroy a Buffer when its last call has
+        completed on all ranks, which is after any barrier that follows it.
+        """
+        self._backend.destroy()
+        self._destroyed = True
+
+    _destroyed = False
+
+    @property
+    def verbs(self) -> Backend:
+        """The backend, for the ops.
+
+        Raises:
+            RuntimeError: the buffer was destroyed.
+        """
+        if self._destroyed:
+            raise RuntimeError("this hybrid_ep.Buffer was destroyed")
+        return self._backend
+
+    # ---- construction
+
+    def _agree_on(self, settings: dict[str, Any]) -> None:
+        everybody = self._gather(settings)
+        for name in settings:
+            values = [theirs.get(name) for theirs in everybody]
+            if any(value != values[0] for value in values):
+                by_rank = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
+                raise ValueError(f"{name} must be equal on all ranks, got {by_rank}")
+
+    def _make_backend(self, backend: str) -> tuple[Backend, str]:
+        if backend == "torch":
+            return self._torch_backend(), "backend='torch' was asked for"
+        from hybrid_ep.backends import nvlink
+
+        reasons = self._gather(nvlink.unavailable_reason(self))
+        missing = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
+        if not missing:
+            made = nvlink.NvlinkBackend(self)
+            return made, "all ranks reach each other's memory on one host"
+        rank, reason = next(iter(missing.items()))
+        why_not = f"the nvlink backend cannot run: rank {rank}: {reason}"
+        if backend == "nvlink":
+            raise RuntimeError(why_not)
+        if self.topology.rank == 0 and self.device.type == "cuda":
+            _log.warning("using the torch backend, which is slow: %s", why_not)
+        return self._torch_backend(), why_not
+
+    def _torch_backend(self) -> TorchBackend:
+        return TorchBackend(
+            self.group,
+            self.topology,
+            num_experts=self.num_experts,
+            max_tokens=self.max_tokens,
+            topk=self.topk,
+            device=self.device,
+            timeout_s=self.config.timeout_s,
+        )
+
+    def _gather(self, value: Any) -> list[Any]:
+        """One Python object from each rank."""
+        if self.topology.num_ranks == 1:
+            return [value]
+        values: list[Any] = [None] * self.topology.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
+    # ---- checks of one call: before anything is sent
+
+    def check_route(self, topk_idx: Tensor, max_rows: int | None, align: int) -> None:
+        """Raise ValueError where the routing breaks a rule; the rules are in its texts."""
+        self._check_tensor("topk_idx", topk_idx)
+        if topk_idx.dtype not in TOPK_DTYPES:
+            raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
+        if topk_idx.dim() != 2 or topk_idx.shape[1] != self.topk:
+            raise ValueError(
+                f"topk_idx must have shape [T, topk={self.topk}], got {list(topk_idx.shape)}"
+            )
+        self._check_tokens("topk_idx", topk_idx.shape[0])
+        if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+            raise ValueError(f"align must be an integer of at least 1, got {align!r}")
+        if max_rows is not None and (max_rows < 0 or max_rows % align):
+            raise ValueError(
+                f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
+            )
+        if topk_idx.device.type == "cpu" and topk_idx.numel():
+            low, high = (int(v) for v in torch.aminmax(topk_idx))
+            if low < -1 or high >= self.num_experts:
+                raise ValueError(
+                    f"topk_idx must lie in [-1, num_experts={self.num_experts}), got values from "
+                    f"{low} to {high}"
+                )
+
+    def check_dispatch(
+        self, x: Tensor, weights: Tensor | None, scales: Tensor | None, num_tokens: int
+    ) -> None:
+        """Raise ValueError where the tokens break a rule; the rules are in its texts."""
+        self._check_tensor("x", x)
+        if x.dim() != 2 or x.shape[1] != self.hidden:
+            raise ValueError(f"x must have shape [T, hidden={self.hidden}], got {list(x.shape)}")
+        if x.shape[0] != num_tokens:
+            raise ValueError(
+                f"x must have as many tokens as its routing, got {x.shape[0]} and {num_tokens}"
+            )
+        row_bytes = x.shape[1] * x.element_size()
+        if row_bytes % 16:
+            raise ValueError(
+                f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={self.hidden}, "
+                f"{x.dtype})"
+            )
+        scale_bytes = 0
+        if scales is not None:
+            self._check_tensor("scales", scales)
+            if scales.dim() != 2 or scales.shape[0] != num_tokens:
+                raise ValueError(
+                    f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
+                )
+            scale_bytes = scales.shape[1] * scales.element_size()
+        needed = row_bytes + round_up(scale_bytes, 16)
+        if needed > max(self.row_capacity, self.hidden * 8 if x.dtype == torch.float64 else 0):
+            raise ValueError(
+                f"a row and its scales need {needed} bytes, more than the {self.row_capacity} that "
+                f"dtype={self.dtype} and scale_bytes={self.scale_bytes} of the Buffer reserve"
+            )
+        if weights is not None:
+            self._check_tensor("topk_weights", weights)
+            wanted = [num_tokens, self.topk]
+            if list(weights.shape) != wanted:
+                raise ValueError(
+                    f"topk_weights must have shape {wanted}, got {list(weights.shape)}"
+                )
+            if weights.dtype != _weight_dtype(x.dtype):
+                raise ValueError(
+                    f"topk_weights must be {_weight_dtype(x.dtype)}, got {weights.dtype}"
+                )
+
+    def check_combine(
+        self, rows: Tensor, weights: Tensor | None, num_rows: int | None = None
+    ) -> None:
+        """Raise ValueError where the rows break a rule; the rules are in its texts."""
+        self._check_tensor("rows", rows)
+        if rows.dtype not in SUM_DTYPES and not self._may_be_float64(rows.dtype):
+            raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
+        if rows.dim() != 2 or rows.shape[1] != self.hidden:
+            raise ValueError(
+                f"rows must have shape [M, hidden={self.hidden}], got {list(rows.shape)}"
+            )
+        if num_rows is not None and rows.shape[0] != num_rows:
+            raise ValueError(
+                f"rows must be those of the handle's dispatch, {num_rows}, got {rows.shape[0]}"
+            )
+        row_bytes = rows.shape[1] * rows.element_size()
+        if row_bytes % 16:
+            raise ValueError(
+                f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={self.hidden}, "
+                f"{rows.dtype})"
+            )
+        if row_bytes > self.inbox_row_bytes and rows.dtype != torch.float64:
+            raise ValueError(
+                f"rows of {rows.dtype} need {row_bytes} bytes, more than the "
+                f"{self.inbox_row_bytes} that dtype={self.dtype} of the Buffer reserves"
+            )
+        if weights is not None:
+            self._check_tensor("weights", weights)
+            if list(weights.shape) != [rows.shape[0]] or weights.dtype != _weight_dtype(rows.dtype):
+                raise ValueError(
+                    f"weights must be {_weight_dtype(rows.dtype)} [M={rows.shape[0]}], got "
+                    f"{weights.dtype} {list(weights.shape)}"
+                )
+
+    @property
+    def inbox_row_bytes(self) -> int:
+        """Bytes of a summed row on its way home: of ``dtype``, and at least two a value."""
+        return round_up(self.hidden * max(2, self.dtype.itemsize), 16)
+
+    def _may_be_float64(self, dtype: torch.dtype) -> bool:
+        return dtype == torch.float64 and self.backend == "torch"  # for torch.autograd.gradcheck
+
+    def _check_tokens(self, name: str, num_tokens: int) -> None:
+        if num_tokens > self.max_tokens:
+            raise ValueError(
+                f"{name} must have at most max_tokens={self.max_tokens} tokens, got {num_tokens}"
+            )
+
+    def _check_tensor(self, name: str, tensor: Tensor) -> None:
+        if tensor.device != self.device:
+            raise ValueError(f"{name} must be on the Buffer's {self.device}, got {tensor.device}")
+
+
+def find_buffer(buffer_id: int) -> Buffer:
+    """The Buffer behind an op's ``buffer_id``."""
+    buffer = _buffers.get(buffer_id)
+    if buffer is None:
+        raise RuntimeError(f"hybrid_ep.Buffer {buffer_id} no longer exists")
+    return buffer
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
+def _weight_dtype(payload: torch.dtype) -> torch.dtype:
+    return torch.float64 if payload == torch.float64 else torch.float32
+
+
+def _default_device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")

@@ -1,0 +1,5 @@
+"""The commands of ``python -m hybrid_ep``, one module each.
+
+A command module has ``HELP`` (one line), ``add_arguments(parser)`` and ``run(args) -> int``, the
+exit code: 0 for success, 1 for a check that failed or a machine that lacks something, 2 for usage.
+"""

@@ -1,0 +1,35 @@
+"""The errors that a caller may want to catch by name."""
+
+from __future__ import annotations
+
+
+class PeerError(RuntimeError):
+    """A rank waited for a peer that died, came too late, or made a different call.
+
+    After it the buffer is unusable: every later call on it raises the same error again.
+
+    Attributes:
+        rank: the rank that waited.
+        peer: the rank it waited for.
+        phase: what it waited in: ``"build"``, ``"route"``, ``"dispatch"`` or ``"combine"``.
+        call: number of the call on this buffer, counted from 1.
+        channel: the CUDA block whose flag did not come; None where the backend has no channels.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        peer: int,
+        phase: str,
+        call: int,
+        reason: str,
+        channel: int | None = None,
+    ) -> None:
+        where = f"call {call}" if channel is None else f"call {call}, channel {channel}"
+        super().__init__(f"rank {rank} waited for rank {peer} in {phase} ({where}): {reason}")
+        self.rank = rank
+        self.peer = peer
+        self.phase = phase
+        self.call = call
+        self.channel = channel

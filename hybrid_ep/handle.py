@@ -1,0 +1,65 @@
+"""What dispatch hands out, and what combine needs to find the way back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Handle:
+    """The layout of one dispatch: which token went to which row, and how it comes home.
+
+    A handle owns its tensors. Any number may be alive, in any order of use; one may be used again
+    for the backward passes and for a second forward. Dropping it never waits.
+
+    Attributes:
+        layout: int32 ``[buffer.layout_size]``; the backend's own record, opaque to everybody else.
+        counts: int32 ``[num_local_experts]``; rows of each local expert, without padding.
+        offsets: int32 ``[num_local_experts + 1]``; first row of each expert's group, padding
+            included, so ``offsets[1:]`` is what a grouped GEMM takes.
+        required_rows: int32 ``[]``; rows that nothing dropped would have needed, padding included.
+        num_tokens: T, the tokens this rank sent.
+        num_rows: M, the rows this rank received.
+        max_rows: the bound given to dispatch, None where M is exact.
+    """
+
+    layout: Tensor
+    counts: Tensor
+    offsets: Tensor
+    required_rows: Tensor
+    num_tokens: int
+    num_rows: int
+    max_rows: int | None
+
+    @property
+    def overflow(self) -> Tensor:
+        """Bool ``[]`` on the device: true exactly when rows were dropped on this rank."""
+        if self.max_rows is None:
+            return torch.zeros_like(self.required_rows, dtype=torch.bool)
+        return self.required_rows > self.max_rows
+
+
+class Dispatched(NamedTuple):
+    """The expert-grouped rows of this rank.
+
+    Attributes:
+        rows: ``[M, hidden]``, dtype of x; grouped by local expert, inside an expert ordered by
+            (source rank, source token). Padding rows and the tail are zero.
+        weights: float32 ``[M]``, the token's weight for this row's expert, zero on padding; None
+            where dispatch got no weights.
+        scales: ``[M, S]``, dtype of the scales given; None where dispatch got none.
+        counts: int32 ``[num_local_experts]``, see ``Handle.counts``.
+        offsets: int32 ``[num_local_experts + 1]``, see ``Handle.offsets``.
+        handle: for combine, and for replaying this layout.
+    """
+
+    rows: Tensor
+    weights: Tensor | None
+    scales: Tensor | None
+    counts: Tensor
+    offsets: Tensor
+    handle: Handle

@@ -1,0 +1,42 @@
+"""Which rank lives where: experts on ranks, ranks on nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Topology:
+    """The group's ranks, in nodes of equal size; rank r is local rank ``r % ranks_per_node``.
+
+    Attributes:
+        rank: this process.
+        num_ranks: size of the group.
+        ranks_per_node: ranks that reach each other's memory by load and store.
+    """
+
+    rank: int
+    num_ranks: int
+    ranks_per_node: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.ranks_per_node <= self.num_ranks or self.num_ranks % self.ranks_per_node:
+            raise ValueError(
+                f"ranks_per_node must divide the number of ranks, got ranks_per_node="
+                f"{self.ranks_per_node} with {self.num_ranks} ranks"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes of the group."""
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def node(self) -> int:
+        """The node of this rank."""
+        return self.rank // self.ranks_per_node
+
+    @property
+    def local_rank(self) -> int:
+        """The place of this rank within its node."""
+        return self.rank % self.ranks_per_node
