@@ -1,0 +1,438 @@
+"""What a configuration needs, before any GPU is asked: memory, traffic, lower bounds of time.
+
+Pure arithmetic, so it answers for 1,024 ranks on a laptop. "Expected" is the mean over routings
+that draw each token's distinct experts uniformly at random, exactly (hypergeometric, no sampling);
+"worst" is the most that any routing can cause. The bounds are floors set by bytes and by measured
+rates (two H200 joined by NVLink): a phase cannot be faster, and may well be slower.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybrid_ep.backends.torch import _Layout as TorchLayout
+from hybrid_ep.buffer import round_up
+from hybrid_ep.config import Config
+from hybrid_ep.topology import Topology
+
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
+CHUNK_TOKENS = 128
+MAX_CHANNELS = 256
+NUM_PHASES = 3
+REGION_ALIGN = 128
+
+NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
+NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
+SM_GBS = 60.0  # TMA stores to local memory by one SM; the reducer's loads come to the same
+HBM_GBS = 3350.0  # a device copy, read and write counted: 4096 x 7168 bf16 in 35 us
+
+
+def symmetric_regions(
+    *,
+    ranks_per_node: int,
+    num_local_experts: int,
+    max_tokens: int,
+    hidden: int,
+    topk: int,
+    itemsize: int,
+    scale_bytes: int,
+) -> dict[str, int]:
+    """Bytes of each region of one rank's symmetric memory, as csrc/layout/buffer_layout.h has them.
+
+    Args:
+        ranks_per_node: R, ranks that reach each other's memory.
+        num_local_experts: experts of one rank.
+        max_tokens: T.
+        hidden: elements of a row.
+        topk: K.
+        itemsize: bytes of an element of the widest payload.
+        scale_bytes: bytes of scales per token beside that payload.
+
+    Returns:
+        dict: region name -> bytes, each a multiple of 128.
+    """
+    ranks, tokens = ranks_per_node, max_tokens
+    record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
+    num_chunks = -(-tokens // CHUNK_TOKENS)
+    experts = round_up(tokens * topk * 2, 128)  # int16
+    chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
+    regions = {
+        "outbox": 2 * tokens * record,
+        "routing_inbox": 2 * ranks * (experts + chunk_counts),
+        "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
+        "value_inbox": tokens * topk * 4,
+        "flags": ranks * NUM_PHASES * MAX_CHANNELS * 8 + 4096,
+    }
+    return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
+
+
+def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> int:
+    """Bytes of a token in an outbox and on the wire: row, scales and weights, each padded to 16."""
+    return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
+
+
+def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, topk: int) -> int:
+    """Bytes of a live handle's layout on the nvlink backend: the worst case, whatever the routing.
+
+    Per possible copy 16 bytes, per possible row 4, per token 4 + K, and the header.
+    """
+    num_chunks = -(-max_tokens // CHUNK_TOKENS)
+    copies = num_ranks * max_tokens
+    rows = copies * min(topk, num_local_experts)
+    header = 4 * (num_ranks * num_chunks + 1 + 64)
+    return 16 * copies + 4 * rows + (4 + topk) * max_tokens + header
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A quantity that depends on the routing."""
+
+    expected: float
+    worst: int
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of one rank through one kind of link; ``expected`` holds for each direction."""
+
+    expected: float
+    worst_sent: int
+    worst_received: int
+
+    def scaled(self, row_bytes: int) -> Traffic:
+        """Traffic counted in rows -> in bytes."""
+        return Traffic(
+            self.expected * row_bytes, self.worst_sent * row_bytes, self.worst_received * row_bytes
+        )
+
+    def reversed(self) -> Traffic:
+        """The same rows on their way home."""
+        return Traffic(self.expected, self.worst_received, self.worst_sent)
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A floor of a phase's time: ``num_bytes`` at ``gbs`` take ``us``; from expected bytes."""
+
+    limit: str
+    num_bytes: float
+    gbs: float
+    us: float
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Dispatch or combine of one call.
+
+    Attributes:
+        row_bytes: bytes that a copy takes on the wire.
+        nvlink: through NVLink, a rank's own copies excluded.
+        network: through the rank's network card; a token crosses once per remote node.
+        network_without_dedup: the same if it crossed once per remote rank.
+        bounds: the floors of its time, all of them.
+    """
+
+    row_bytes: int
+    nvlink: Traffic
+    network: Traffic
+    network_without_dedup: Traffic
+    bounds: tuple[Bound, ...]
+
+    @property
+    def dominant(self) -> Bound:
+        """The bound that is highest."""
+        return max(self.bounds, key=lambda bound: bound.us)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank needs and moves; made by ``make_plan``.
+
+    Attributes:
+        regions: symmetric memory by region, bytes; of several nodes the part within a node.
+        handle_bytes: a live handle's layout on the nvlink backend.
+        torch_layout_bytes: the same on the torch backend.
+        push_bytes: the receive buffer of a library that pushes (tokens x ranks rows), to compare.
+        copies: ranks that a token goes to, its own included; nodes: likewise.
+        rows: rows that dispatch returns on one rank, padding included.
+        row_bytes: bytes of such a row with its scales.
+    """
+
+    num_ranks: int
+    ranks_per_node: int
+    max_tokens: int
+    hidden: int
+    num_experts: int
+    topk: int
+    dtype: str
+    scale_bytes: int
+    align: int
+    num_sms: int
+    node_limit: int | None
+    regions: dict[str, int]
+    handle_bytes: int
+    torch_layout_bytes: int
+    push_bytes: int
+    copies: Spread
+    nodes: Spread
+    rows: Spread
+    row_bytes: int
+    dispatch: Phase
+    combine: Phase
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return self.num_ranks // self.ranks_per_node
+
+    @property
+    def symmetric_bytes(self) -> int:
+        """Symmetric memory of one rank."""
+        return sum(self.regions.values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: the fields, nested ones too, and what follows from them."""
+        result = asdict(self)
+        for name in ("dispatch", "combine"):
+            result[name]["dominant"] = getattr(self, name).dominant.limit
+        return {**result, "num_nodes": self.num_nodes, "symmetric_bytes": self.symmetric_bytes}
+
+
+def make_plan(
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    hidden: int,
+    num_experts: int,
+    topk: int,
+    ranks_per_node: int | None = None,
+    dtype: str = "bf16",
+    scale_bytes: int = 0,
+    align: int = 1,
+    nvlink_gbs: float = NVLINK_GBS,
+    network_gbs: float = NETWORK_GBS,
+    num_sms: int = Config.num_sms_dispatch,
+    node_limit: int | None = None,
+) -> Plan:
+    """Compute the plan of one rank.
+
+    Args:
+        num_ranks: ranks of the group.
+        max_tokens: T, tokens that every rank dispatches.
+        hidden: H, elements of a token.
+        num_experts: E, over all ranks.
+        topk: K, distinct experts of a token.
+        ranks_per_node: ranks of a node; None for one node.
+        dtype: payload of dispatch: bf16, fp16, fp32 or fp8. Combine moves at least 2 bytes a value.
+        scale_bytes: bytes of scales per token.
+        align: each expert's group of rows is padded to a multiple of this.
+        nvlink_gbs: GB/s (1e9 bytes) of NVLink, per rank and direction.
+        network_gbs: GB/s of a rank's network card and direction.
+        num_sms: SMs that a phase runs on.
+        node_limit: a token's experts lie on at most this many nodes (DeepSeek-V3: 4); None: any.
+
+    Returns:
+        Plan: in bytes, rows and microseconds.
+
+    Raises:
+        ValueError: a value breaks a rule; the text has both.
+    """
+    ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
+    _check_counts(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        max_tokens=max_tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        topk=topk,
+        align=align,
+        num_sms=num_sms,
+    )
+    num_nodes = Topology(0, num_ranks, ranks_per_node).num_nodes
+    nodes_allowed = num_nodes if node_limit is None else node_limit
+    _check_counts(node_limit=nodes_allowed)
+    nodes_allowed = min(nodes_allowed, num_nodes)
+    _check_sizes(num_ranks, hidden, num_experts, topk, dtype, scale_bytes)
+    reachable = num_experts // num_nodes * nodes_allowed
+    if topk > reachable:
+        raise ValueError(
+            f"topk must be at most the experts of node_limit={nodes_allowed} nodes, {reachable}, "
+            f"got {topk}"
+        )
+    for name, gbs in (("nvlink_gbs", nvlink_gbs), ("network_gbs", network_gbs)):
+        if not 0 < gbs < float("inf"):
+            raise ValueError(f"{name} must be positive, got {gbs!r}")
+
+    itemsize, tokens = ITEMSIZE[dtype], max_tokens
+    num_local_experts = num_experts // num_ranks
+    row_bytes = hidden * itemsize + scale_bytes
+    sum_bytes = hidden * max(2, itemsize)
+    record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
+
+    # a token reaches a given rank (node) if its node is among the allowed and an expert is drawn
+    node_share = nodes_allowed / num_nodes
+    on_rank = node_share * _hit_probability(reachable, num_local_experts, topk)
+    on_node = node_share * _hit_probability(reachable, num_experts // num_nodes, topk)
+    copies = Spread(num_ranks * on_rank, min(topk, nodes_allowed * ranks_per_node))
+    nodes = Spread(num_nodes * on_node, min(topk, nodes_allowed))
+    rows = Spread(
+        num_local_experts * _expected_group(num_ranks * tokens, topk / num_experts, align),
+        worst_rows(num_ranks, num_local_experts, tokens, topk, align),
+    )
+
+    # rows that cross links: within a node a rank pulls what its local peers and their rails have
+    peers, remote_nodes = ranks_per_node - 1, num_nodes - 1
+    remote_ranks = num_ranks - ranks_per_node
+    nvlink = Traffic(
+        tokens * num_nodes * peers * on_rank,
+        tokens * num_nodes * min(topk, peers),
+        tokens * num_nodes * peers,
+    )
+    network = Traffic(
+        tokens * remote_nodes * on_node,
+        tokens * min(nodes.worst, remote_nodes),
+        tokens * remote_nodes,
+    )
+    network_without_dedup = Traffic(
+        tokens * remote_ranks * on_rank,
+        tokens * min(copies.worst, remote_ranks),
+        tokens * remote_ranks,
+    )
+    links = (nvlink, network, network_without_dedup)
+
+    def phase(links: tuple[Traffic, ...], wire_bytes: int, bounds: list[Bound]) -> Phase:
+        nvlink, network, network_without_dedup = (link.scaled(wire_bytes) for link in links)
+        bounds = [_bound("NVLink", nvlink.expected, nvlink_gbs), *bounds]
+        if num_nodes > 1:
+            bounds.append(_bound("network", network.expected, network_gbs))
+        return Phase(wire_bytes, nvlink, network, network_without_dedup, tuple(bounds))
+
+    sm_gbs = SM_GBS * num_sms
+    dispatch_bounds = [
+        _bound("SM stores", rows.expected * row_bytes, sm_gbs),
+        _bound("publish copy", 2 * tokens * row_bytes, HBM_GBS),
+    ]
+    # experts' rows are read where they are, their sums once more at home
+    loads = (rows.expected + tokens * copies.expected) * sum_bytes
+    return Plan(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        max_tokens=tokens,
+        hidden=hidden,
+        num_experts=num_experts,
+        topk=topk,
+        dtype=dtype,
+        scale_bytes=scale_bytes,
+        align=align,
+        num_sms=num_sms,
+        node_limit=node_limit,
+        regions=symmetric_regions(
+            ranks_per_node=ranks_per_node,
+            num_local_experts=num_local_experts,
+            max_tokens=tokens,
+            hidden=hidden,
+            topk=topk,
+            itemsize=itemsize,
+            scale_bytes=scale_bytes,
+        ),
+        handle_bytes=handle_bytes(
+            num_ranks=num_ranks,
+            num_local_experts=num_local_experts,
+            max_tokens=tokens,
+            topk=topk,
+        ),
+        torch_layout_bytes=4 * TorchLayout.size(num_ranks, tokens, topk),
+        push_bytes=tokens * num_ranks * row_bytes,
+        copies=copies,
+        nodes=nodes,
+        rows=rows,
+        row_bytes=row_bytes,
+        dispatch=phase(links, record, dispatch_bounds),
+        combine=phase(
+            tuple(link.reversed() for link in links),
+            round_up(sum_bytes, 16),
+            [_bound("SM loads", loads, sm_gbs)],
+        ),
+    )
+
+
+def worst_rows(
+    num_ranks: int, num_local_experts: int, max_tokens: int, topk: int, align: int
+) -> int:
+    """Most rows that dispatch can return on one rank; reached when all tokens choose its experts.
+
+    Args:
+        num_ranks: ranks that send.
+        num_local_experts: experts of the rank.
+        max_tokens: tokens of each of the ranks.
+        topk: experts of a token.
+        align: padding of each expert's group.
+
+    Returns:
+        int: rows, padding included.
+    """
+    copies = num_ranks * max_tokens
+    unpadded = copies * min(topk, num_local_experts)
+    groups = min(
+        # all groups one row above a multiple of align; then full groups; then one row a group
+        (unpadded + num_local_experts * (align - 1)) // align,
+        num_local_experts * -(-copies // align),
+        unpadded,
+    )
+    return groups * align
+
+
+def _hit_probability(num_experts: int, num_owned: int, topk: int) -> float:
+    """Chance that at least one of ``topk`` distinct experts is among the ``num_owned``."""
+    return 1 - math.comb(num_experts - num_owned, topk) / math.comb(num_experts, topk)
+
+
+def _expected_group(num_tokens: int, chance: float, align: int) -> float:
+    """Mean rows of an expert, padded to ``align``, that each token chooses with this chance."""
+    mean = num_tokens * chance
+    if align == 1:
+        return mean
+    if chance == 1:
+        return float(round_up(num_tokens, align))
+    reach = 12 * (math.sqrt(mean) + 1)  # what lies further out has no weight in a float
+    sizes = range(max(0, int(mean - reach)), min(num_tokens, int(mean + reach)) + 1)
+    return sum(round_up(n, align) * _binomial(num_tokens, chance, n) for n in sizes)
+
+
+def _binomial(trials: int, chance: float, hits: int) -> float:
+    misses = trials - hits
+    log_ways = math.lgamma(trials + 1) - math.lgamma(hits + 1) - math.lgamma(misses + 1)
+    return math.exp(log_ways + hits * math.log(chance) + misses * math.log1p(-chance))
+
+
+def _bound(limit: str, num_bytes: float, gbs: float) -> Bound:
+    return Bound(limit, num_bytes, gbs, num_bytes / gbs / 1e3)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
+def _check_sizes(
+    num_ranks: int, hidden: int, num_experts: int, topk: int, dtype: str, scale_bytes: int
+) -> None:
+    if num_experts % num_ranks:
+        raise ValueError(
+            f"num_experts must be divisible by the number of ranks, got num_experts={num_experts} "
+            f"with {num_ranks} ranks"
+        )
+    if topk > num_experts:
+        raise ValueError(f"topk must be at most num_experts={num_experts}, got {topk}")
+    if dtype not in ITEMSIZE:
+        raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
+    if not isinstance(scale_bytes, int) or scale_bytes < 0:
+        raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
+    row_bytes = hidden * ITEMSIZE[dtype]
+    if row_bytes % 16:
+        raise ValueError(
+            f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={hidden}, {dtype})"
+        )

@@ -1,0 +1,298 @@
+"""The plan's arithmetic against simulation, construction and the Buffer itself."""
+
+import argparse
+import itertools
+import json
+import time
+
+import pytest
+import torch
+
+import hybrid_ep
+from hybrid_ep.cli import plan as command
+from hybrid_ep.plan import Plan, make_plan, symmetric_regions, worst_rows
+
+EP64 = {
+    "num_ranks": 64,
+    "max_tokens": 4096,
+    "hidden": 7168,
+    "num_experts": 256,
+    "topk": 8,
+    "dtype": "bf16",
+}
+
+
+def small(**changes: object) -> Plan:
+    sizes = {"num_ranks": 4, "max_tokens": 10, "hidden": 64, "num_experts": 8, "topk": 2}
+    return make_plan(**{**sizes, **changes})
+
+
+# ---- memory
+
+
+def test_the_example_of_the_design() -> None:
+    plan = make_plan(**EP64)
+    assert plan.regions["outbox"] == 2 * 4096 * (14336 + 32)
+    assert plan.regions["outbox"] / 1e9 == pytest.approx(0.12, abs=0.005)
+    assert plan.regions["inbox"] / 1e9 == pytest.approx(0.47, abs=0.005)
+    assert plan.push_bytes / 1e9 == pytest.approx(3.75, abs=0.01)
+
+
+def test_regions_of_odd_sizes() -> None:
+    # T=130 is two chunks; fp8 rows of 48 bytes go home as 96; scales of 5 bytes take 16
+    regions = symmetric_regions(
+        ranks_per_node=3,
+        num_local_experts=5,
+        max_tokens=130,
+        hidden=48,
+        topk=3,
+        itemsize=1,
+        scale_bytes=5,
+    )
+    assert regions == {
+        "outbox": 20864,  # 2 * 130 * (48 + 16 + 16) = 20800, padded
+        "routing_inbox": 6144,  # 2 * 3 * (round_up(780) + round_up(24)) = 6 * (896 + 128)
+        "inbox": 37504,  # 130 * 3 * 96 = 37440, padded
+        "value_inbox": 1664,  # 130 * 3 * 4 = 1560, padded
+        "flags": 22528,  # 3 * 3 * 256 * 8 + 4096
+    }
+
+
+def test_symmetric_memory_barely_grows_with_ranks() -> None:
+    few, many = (make_plan(**{**EP64, "num_ranks": ranks}) for ranks in (8, 64))
+    assert many.symmetric_bytes < 1.02 * few.symmetric_bytes
+    assert many.push_bytes == 8 * few.push_bytes
+
+
+@pytest.mark.parametrize("align", [1, 8])
+def test_agrees_with_a_buffer_of_one_rank(align: int) -> None:
+    plan = small(num_ranks=1, align=align)
+    buffer = hybrid_ep.Buffer(
+        hidden=64, num_experts=8, max_tokens=10, topk=2, device="cpu", backend="torch"
+    )
+    assert plan.torch_layout_bytes == 4 * buffer.layout_size
+
+    topk_idx = torch.tensor([[t % 8, (t + 1) % 8] for t in range(10)])
+    x = torch.zeros((10, 64), dtype=torch.bfloat16)
+    out = hybrid_ep.dispatch(buffer, x, topk_idx, align=align)
+    assert out.rows.shape[0] <= plan.rows.worst
+    if align == 1:
+        assert out.rows.shape[0] == plan.rows.expected == plan.rows.worst
+
+
+@pytest.mark.parametrize("topk", [1, 2, 3, 4])
+@pytest.mark.parametrize("align", [1, 2, 3, 8])
+@pytest.mark.parametrize("num_local_experts", [1, 2, 3])
+@pytest.mark.parametrize("copies", [1, 2, 5])
+def test_worst_rows_is_reached_and_never_passed(
+    topk: int, align: int, num_local_experts: int, copies: int
+) -> None:
+    # any counts up to one row a copy and expert whose sum is at most min(topk, experts) a copy
+    most = copies * min(topk, num_local_experts)
+    counts = itertools.product(range(copies + 1), repeat=num_local_experts)
+    rows = [sum(-(-c // align) * align for c in count) for count in counts if sum(count) <= most]
+    assert max(rows) == worst_rows(1, num_local_experts, copies, topk, align)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 60])
+def test_expected_rows_count_the_padding(max_tokens: int) -> None:
+    plan = small(max_tokens=max_tokens, align=16, num_experts=32, topk=3)
+    experts = draw_experts(plan, 2000 * 4 * max_tokens).view(2000, -1)  # 2000 calls of 4 ranks
+    counts = torch.stack([(experts == expert).sum(1) for expert in range(8)], dim=1)
+    rows = (counts + 15) // 16 * 16
+    assert rows.sum(1).float().mean().item() == pytest.approx(plan.rows.expected, rel=0.02)
+    assert plan.rows.expected <= plan.rows.worst
+    assert small(align=16, topk=8).rows.expected == small(align=16, topk=8).rows.worst == 2 * 48
+
+
+# ---- fan-out and traffic
+
+
+def draw_experts(plan: Plan, num_tokens: int) -> torch.Tensor:
+    """``[num_tokens, topk]`` distinct experts, uniform over the nodes allowed and within them."""
+    generator = torch.Generator().manual_seed(0)
+    node_of_expert = torch.arange(plan.num_experts) * plan.num_nodes // plan.num_experts
+    limit = plan.node_limit or plan.num_nodes
+    ranking = torch.rand((num_tokens, plan.num_nodes), generator=generator).argsort(1).argsort(1)
+    allowed = (ranking < limit)[:, node_of_expert]
+    score = torch.rand((num_tokens, plan.num_experts), generator=generator)
+    return score.masked_fill(~allowed, -1.0).topk(plan.topk).indices
+
+
+SHAPES = [
+    pytest.param({"num_ranks": 4}, id="one-node"),
+    pytest.param({"num_ranks": 6, "ranks_per_node": 2, "num_experts": 12, "topk": 3}, id="3x2"),
+    pytest.param({"num_ranks": 3, "ranks_per_node": 1, "num_experts": 9, "topk": 5}, id="3x1"),
+    pytest.param(
+        {"num_ranks": 8, "ranks_per_node": 2, "num_experts": 24, "topk": 4, "node_limit": 2},
+        id="4x2-limit-2",
+    ),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_expected_values_against_simulation(shape: dict) -> None:
+    plan = small(**shape)
+    ranks, nodes, local = plan.num_ranks, plan.num_nodes, plan.ranks_per_node
+    num_tokens = 40_000
+    experts = draw_experts(plan, num_tokens)
+    on_rank = torch.zeros((num_tokens, ranks)).scatter_(1, experts * ranks // plan.num_experts, 1)
+    on_node = on_rank.view(num_tokens, nodes, local).amax(2)
+    assert on_rank.sum(1).mean().item() == pytest.approx(plan.copies.expected, rel=0.01)
+    assert on_node.sum(1).mean().item() == pytest.approx(plan.nodes.expected, rel=0.01)
+    assert on_rank.sum(1).max() == plan.copies.worst
+    assert on_node.sum(1).max() == plan.nodes.worst
+
+    # walk the copies of rank 0's tokens; all ranks being alike, what it causes is what it carries
+    by_node = on_rank.view(num_tokens, nodes, local)
+    pulls = by_node[:, :, 1:].sum()  # on every node from the rail peer, who has local rank 0
+    crossings = on_node[:, 1:].sum()
+    scale = plan.max_tokens / num_tokens * plan.dispatch.row_bytes
+    phase = plan.dispatch
+    assert pulls.item() * scale == pytest.approx(phase.nvlink.expected, rel=0.02)
+    assert crossings.item() * scale == pytest.approx(phase.network.expected, rel=0.02)
+    without = on_rank[:, local:].sum().item() * scale
+    assert without == pytest.approx(phase.network_without_dedup.expected, rel=0.02)
+
+
+def test_worst_traffic_by_construction() -> None:
+    # 3 nodes of 2, 12 experts, top-3: rank 0 is local rank 0 of node 0, experts 2r and 2r+1 on r
+    plan = small(num_ranks=6, ranks_per_node=2, num_experts=12, topk=3)
+    rows, row = plan.max_tokens, plan.dispatch.row_bytes
+    sent = {
+        "all to rank 1": rows * 3 * 1,  # own tokens and both rails', all wanted by the local peer
+        "one expert a node": rows * 2,  # so each token crosses to both remote nodes
+        "three remote ranks": rows * 3,
+    }
+    assert plan.dispatch.nvlink.worst_sent == sent["all to rank 1"] * row
+    assert plan.dispatch.network.worst_sent == sent["one expert a node"] * row
+    assert plan.dispatch.network_without_dedup.worst_sent == sent["three remote ranks"] * row
+    # everybody chooses rank 0: its peer serves the tokens of its own rail on all three nodes
+    assert plan.dispatch.nvlink.worst_received == rows * 3 * row
+    assert plan.dispatch.network.worst_received == rows * 2 * row
+    assert plan.dispatch.network_without_dedup.worst_received == rows * 4 * row
+
+
+def test_combine_goes_the_other_way_in_two_bytes() -> None:
+    plan = small(num_ranks=6, num_experts=12, dtype="fp8", scale_bytes=4)
+    assert plan.dispatch.row_bytes == 64 + 16 + 16
+    assert plan.combine.row_bytes == 128
+    out, home = plan.dispatch.nvlink, plan.combine.nvlink
+    assert home.expected / 128 == pytest.approx(out.expected / 96)
+    assert home.worst_sent / 128 == out.worst_received / 96
+    assert home.worst_received / 128 == out.worst_sent / 96
+
+
+def test_one_rank_moves_nothing() -> None:
+    plan = small(num_ranks=1)
+    assert plan.copies.expected == plan.copies.worst == 1
+    assert plan.dispatch.nvlink.expected == plan.combine.nvlink.worst_received == 0
+
+
+# ---- bounds
+
+
+def test_bounds_of_the_measured_case() -> None:
+    """Two ranks, 16 experts: 58.7 MB each way at 330 GB/s, 470 MB of rows on 32 SMs."""
+    plan = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16})
+    us = {bound.limit: bound.us for bound in plan.dispatch.bounds}
+    assert us["NVLink"] == pytest.approx(178, abs=1)
+    assert us["SM stores"] == pytest.approx(245, abs=1)
+    assert us["publish copy"] == pytest.approx(35, abs=1)
+    assert plan.dispatch.dominant.limit == "SM stores"
+    more_sms = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16, "num_sms": 64})
+    assert more_sms.dispatch.dominant.limit == "NVLink"
+
+
+def test_network_dominates_between_nodes() -> None:
+    plan = make_plan(**EP64, ranks_per_node=8)
+    assert plan.dispatch.dominant.limit == plan.combine.dominant.limit == "network"
+    limited = make_plan(**EP64, ranks_per_node=8, node_limit=4)
+    assert limited.dispatch.dominant.us < plan.dispatch.dominant.us
+    assert make_plan(**EP64, ranks_per_node=8, node_limit=8).nodes == plan.nodes
+
+
+def test_1024_ranks_are_instant() -> None:
+    start = time.perf_counter()
+    plan = make_plan(
+        num_ranks=1024,
+        ranks_per_node=8,
+        max_tokens=8192,
+        hidden=7168,
+        num_experts=4096,
+        topk=16,
+    )
+    assert time.perf_counter() - start < 1
+    assert 15 < plan.copies.expected < 16
+    assert plan.num_nodes == 128
+
+
+# ---- bad input and the command line
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_experts": 10}, r"num_experts must be divisible .* num_experts=10 with 4 ranks"),
+        ({"ranks_per_node": 3}, r"ranks_per_node must divide .* ranks_per_node=3 with 4 ranks"),
+        ({"ranks_per_node": 8}, r"ranks_per_node must divide"),
+        ({"topk": 9}, r"topk must be at most num_experts=8, got 9"),
+        ({"ranks_per_node": 1, "node_limit": 1, "topk": 3}, r"node_limit=1 nodes, 2, got 3"),
+        ({"node_limit": 0}, r"node_limit must be an integer of at least 1, got 0"),
+        ({"num_ranks": 0}, r"num_ranks must be an integer of at least 1, got 0"),
+        ({"max_tokens": -1}, r"max_tokens .* got -1"),
+        ({"hidden": 1.5}, r"hidden .* got 1.5"),
+        ({"hidden": True}, r"hidden .* got True"),
+        ({"hidden": 20, "dtype": "fp8"}, r"multiple of 16 bytes, got 20 \(hidden=20, fp8\)"),
+        ({"dtype": "int3"}, r"dtype must be one of bf16, .* got 'int3'"),
+        ({"scale_bytes": -4}, r"scale_bytes .* got -4"),
+        ({"align": 0}, r"align .* got 0"),
+        ({"num_sms": 0}, r"num_sms .* got 0"),
+        ({"nvlink_gbs": 0.0}, r"nvlink_gbs must be positive, got 0.0"),
+        ({"network_gbs": float("nan")}, r"network_gbs must be positive, got nan"),
+    ],
+)
+def test_bad_input_names_rule_and_value(changes: dict, says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        small(**changes)
+
+
+def run_command(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    sizes = "--ranks 16 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 64 --topk 8"
+    return command.run(parser.parse_args([*sizes.split(), *words]))
+
+
+def test_command_prints_tables(capsys: pytest.CaptureFixture) -> None:
+    assert run_command() == 0
+    text = capsys.readouterr().out
+    assert "16 ranks in 2 nodes of 8" in text
+    assert "MB, GB = 1e3, 1e6, 1e9 bytes" in text
+    assert "network, once a node" in text
+    assert "<- dominates" in text
+
+
+def test_command_prints_json_alone(capsys: pytest.CaptureFixture) -> None:
+    assert run_command("--json", "--dtype", "fp8", "--node-limit", "1") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["num_nodes"] == 2
+    assert plan["symmetric_bytes"] == sum(plan["regions"].values())
+    assert plan["dispatch"]["dominant"] in {b["limit"] for b in plan["dispatch"]["bounds"]}
+
+
+def test_command_writes_json(tmp_path, capsys: pytest.CaptureFixture) -> None:
+    path = tmp_path / "plan.json"
+    assert run_command("--json", str(path)) == 0
+    assert json.loads(path.read_text())["copies"]["worst"] == 8
+    assert "memory" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--json must name a file that can be written"):
+        run_command("--json", str(tmp_path / "missing" / "plan.json"))
+
+
+def test_command_refuses_what_the_plan_refuses() -> None:
+    with pytest.raises(ValueError, match="topk must be at most"):
+        run_command("--topk", "65")
+    with pytest.raises(SystemExit) as left:
+        run_command("--dtype", "int3")
+    assert left.value.code == 2
