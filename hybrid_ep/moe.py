@@ -235,7 +235,8 @@ def grouped_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
         rows: ``[M, I]``; group e is ``rows[ends[e - 1]:ends[e]]``.
         weight: ``[E, I, O]``, dtype of rows.
         ends: int32 ``[E]``, ascending; rows after the last belong to no group, and what becomes of
-            them is undefined: dispatch and combine do not look at them in either direction.
+            them is undefined (the kernel leaves them unwritten, NaN may be among them). That is
+            harmless between dispatch and combine, which look at no such row in either direction.
 
     Returns:
         Tensor: ``[M, O]``.
@@ -267,9 +268,11 @@ def _has_kernel(rows: Tensor, weight: Tensor) -> bool:
 
 @torch.library.custom_op("hybrid_ep::loop_mm", mutates_args=())
 def _loop_mm(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    out = rows.new_zeros(rows.shape[0], weight.shape[2])
-    for expert, group in enumerate(_groups(ends)):
+    out = rows.new_empty(rows.shape[0], weight.shape[2])
+    groups = _groups(ends)
+    for expert, group in enumerate(groups):
         torch.mm(rows[group], weight[expert], out=out[group])
+    out[groups[-1].stop :] = 0
     return out
 
 

@@ -39,7 +39,7 @@ HIDDEN, FFN_HIDDEN, HEADS, LAYERS = 128, 128, 4, 3
 NUM_EXPERTS, TOPK = 16, 2
 SEQUENCE, BATCH = 128, 32  # of all ranks together
 LEARNING_RATE, WARMUP_STEPS = 4e-3, 10
-AUX_LOSS_WEIGHT = 0.01
+AUX_LOSS_WEIGHT = 0.02
 VALID_WINDOWS = 64
 NATS_PER_BIT = math.log(2)
 
@@ -588,7 +588,7 @@ def plot(report: Report, path: Path) -> None:
 
     load = torch.tensor(report.expert_load).flatten(1).t()  # [layers * experts, steps]
     image = right.imshow(
-        load,
+        load.tolist(),
         aspect="auto",
         interpolation="nearest",
         cmap="RdBu_r",

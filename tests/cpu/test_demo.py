@@ -1,0 +1,114 @@
+"""The demo: it trains, checks itself, and says what is wrong with its arguments."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep.cli import demo
+
+
+def arguments(*flags: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    demo.add_arguments(parser)
+    return parser.parse_args([*flags, "--device", "cpu", "--backend", "torch"])
+
+
+def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ranks", "2", "--steps", "8", "--json", str(tmp_path / "demo.json")]
+    with_plot = importlib.util.find_spec("matplotlib") is not None
+    if with_plot:
+        flags += ["--plot", str(tmp_path / "demo.png")]
+
+    assert demo.run(arguments(*flags)) == 0
+
+    lines = capfd.readouterr().out.strip().splitlines()
+    assert any("equals the same layer on one process" in line for line in lines)
+    assert lines[-1].startswith("demo: loss 5.5") and "torch backend, 2 ranks on cpu" in lines[-1]
+    report = json.loads((tmp_path / "demo.json").read_text())
+    assert report["backend"] == "torch" and report["layer_error"] < 1e-4
+    assert len(report["losses"]) == len(report["step_seconds"]) == 8
+    assert report["losses"][-1] < report["losses"][0] - 0.5
+    assert 4 < report["unigram"] < 5.5 and report["valid"][-1][1] < report["valid"][0][1]
+    for load in (layer for step in report["expert_load"] for layer in step):
+        assert len(load) == demo.NUM_EXPERTS
+        assert sum(load) == pytest.approx(demo.NUM_EXPERTS)  # dropless: every slot is somewhere
+    assert 0 < sum(report["comm_seconds"]) < sum(report["step_seconds"])
+    if with_plot:
+        from matplotlib import image
+
+        height, width, _ = image.imread(tmp_path / "demo.png").shape
+        assert height > 400 and width > 1000
+
+
+@pytest.mark.parametrize(
+    ("flags", "rule"),
+    [
+        (["--ranks", "3"], "--ranks must divide the number of experts, 16, got 3"),
+        (["--ranks", "0"], "--ranks must divide"),
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--json", "no/such/folder/demo.json"], "--json must name a file in a folder that exists"),
+    ],
+)
+def test_wrong_arguments_name_the_rule(flags: list[str], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        demo.run(arguments(*flags))
+
+
+def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="--plot needs matplotlib"):
+        demo.run(arguments("--plot", "demo.png"))
+
+
+@pytest.mark.parametrize(
+    ("report", "code", "says"),
+    [
+        (demo.Report(layer_error=0.5, layer_tolerance=1e-4), 1, "differs from one process"),
+        (
+            demo.Report(
+                layer_error=0,
+                losses=[5.0, float("nan")],
+                valid=[(0, 8.0)],
+                step_seconds=[1.0, 1.0],
+                comm_seconds=[0.5, 0.5],
+                expert_load=[[[1.0] * demo.NUM_EXPERTS]],
+                num_ranks=2,
+            ),
+            1,
+            "demo: loss 5.0000 -> nan",
+        ),
+    ],
+    ids=["wrong layer", "loss is nan"],
+)
+def test_failure_is_an_exit_code(
+    report: demo.Report,
+    code: int,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(demo, "run_ranks", lambda *_, **__: [report])
+    assert demo.run(arguments("--ranks", "2")) == code
+    assert says in capsys.readouterr().out
+
+
+def test_a_rank_that_fails_is_an_exit_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("rank 1 failed: out of memory")
+
+    monkeypatch.setattr(demo, "run_ranks", fail)
+    assert demo.run(arguments()) == 1
+    assert "rank 1 failed: out of memory" in capsys.readouterr().err
+
+
+def test_a_tenth_of_the_files_is_held_out() -> None:
+    learned, held_out = demo.load_text()
+    assert 0.03 < len(held_out) / len(learned) < 0.3
+    assert demo.unigram_bits(learned, held_out) < 8
