@@ -160,8 +160,8 @@ class Buffer:
     def destroy(self) -> None:
         """Give the memory back. Idempotent, waits for no peer, safe after a PeerError.
 
-        Peers may still be reading this rank's outbox: destroy a Buffer when its last call has
-        completed on all ranks, which is after any barrier that follows it.
+        Peers that still read this rank's outbox are not harmed: the memory is kept aside until
+        every peer has destroyed its Buffer as well.
         """
         self._backend.destroy()
         self._destroyed = True
@@ -182,7 +182,7 @@ class Buffer:
     # ---- construction
 
     def _agree_on(self, settings: dict[str, Any]) -> None:
-        everybody = self._gather(settings)
+        everybody = self.gather(settings)
         for name in settings:
             values = [theirs.get(name) for theirs in everybody]
             if any(value != values[0] for value in values):
@@ -194,13 +194,21 @@ class Buffer:
             return self._torch_backend(), "backend='torch' was asked for"
         from hybrid_ep.backends import nvlink
 
-        reasons = self._gather(nvlink.unavailable_reason(self))
-        missing = {rank: reason for rank, reason in enumerate(reasons) if reason is not None}
-        if not missing:
-            made = nvlink.NvlinkBackend(self)
-            return made, "all ranks reach each other's memory on one host"
-        rank, reason = next(iter(missing.items()))
-        why_not = f"the nvlink backend cannot run: rank {rank}: {reason}"
+        reasons = self.gather(nvlink.unavailable_reason(self))
+        hosts = self.gather(nvlink.host_name())
+        why_not = None
+        for rank, (reason, host) in enumerate(zip(reasons, hosts, strict=True)):
+            if reason is None and host != hosts[0]:
+                reason = "it is on another host than rank 0"
+            if reason is not None:
+                why_not = f"the nvlink backend cannot run: rank {rank}: {reason}"
+                break
+        if why_not is None:
+            try:
+                made = nvlink.NvlinkBackend(self)
+                return made, "all ranks reach each other's memory on one host"
+            except RuntimeError as error:  # on all ranks, with the same text
+                why_not = f"the nvlink backend cannot run: {error}"
         if backend == "nvlink":
             raise RuntimeError(why_not)
         if self.topology.rank == 0 and self.device.type == "cuda":
@@ -218,7 +226,7 @@ class Buffer:
             timeout_s=self.config.timeout_s,
         )
 
-    def _gather(self, value: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """One Python object from each rank."""
         if self.topology.num_ranks == 1:
             return [value]

@@ -16,15 +16,17 @@ class Config:
         num_sms_publish: SMs that copy a rank's tokens into its outbox.
         num_sms_dispatch: SMs that pull tokens from the peers' outboxes into expert rows.
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
+        slice_bytes: largest piece of a row that a warp moves at once; a multiple of 16.
         timeout_s: seconds that a rank waits for a peer before it raises ``PeerError``.
 
     Raises:
-        ValueError: a number of SMs below 1, or a timeout that is not positive.
+        ValueError: a number of SMs below 1, a slice out of range, or a timeout that is not positive.
     """
 
     num_sms_publish: int = 32
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
+    slice_bytes: int = 8192
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:
@@ -32,5 +34,10 @@ class Config:
             value = getattr(self, name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"Config.{name} must be an integer of at least 1, got {value!r}")
+        if not 16 <= self.slice_bytes <= 16384 or self.slice_bytes % 16:
+            raise ValueError(
+                "Config.slice_bytes must be a multiple of 16 from 16 to 16384, got "
+                f"{self.slice_bytes!r}"
+            )
         if not self.timeout_s > 0:
             raise ValueError(f"Config.timeout_s must be positive, got {self.timeout_s!r}")

@@ -1,15 +1,311 @@
-"""The nvlink backend: CUDA kernels over the NVLink domain of one host."""
+"""The nvlink backend: CUDA kernels between the GPUs of one host.
+
+Python checks and owns the tensors, ``csrc/`` gets addresses and launches the kernels:
+
+    route      publish_routing, assign_rows   top-k to every rank; the handle; M to the host
+    dispatch   publish_rows, pull_rows        x to my outbox; my copies from the peers' outboxes
+    combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
+
+Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
+while publish_rows is running.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import socket
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.backends import Route
+from hybrid_ep.errors import PeerError
+
+if TYPE_CHECKING:
+    from hybrid_ep.buffer import Buffer
+
+try:
+    from hybrid_ep import _nvlink
+except ImportError as error:
+    _nvlink = None
+    _import_error = error
+
+_PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
+_TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
+_SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
+_MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
+_MAX_ROWS = 2**31 - 1  # a row travels as int32
 
 
-def unavailable_reason(buffer: Any) -> str | None:
+def unavailable_reason(buffer: Buffer) -> str | None:
     """What this rank lacks for the nvlink backend, as a sentence; None if nothing."""
-    return "the extension was not built (no nvcc at installation)"
+    if buffer.device.type != "cuda":
+        return f"it needs a CUDA device, the Buffer is on {buffer.device}"
+    if _nvlink is None:
+        return f"the extension hybrid_ep._nvlink is not there ({_import_error})"
+    capability = torch.cuda.get_device_capability(buffer.device)
+    if capability < (9, 0):
+        return "it needs compute capability 9.0 (Hopper) or newer, the GPU has {}.{}".format(
+            *capability
+        )
+    topology = buffer.topology
+    if topology.num_nodes > 1:
+        return f"it serves one node, the ranks are on {topology.num_nodes}"
+    row_bytes = buffer.hidden * buffer.dtype.itemsize
+    if row_bytes % 16:
+        return (
+            f"rows must be a multiple of 16 bytes, hidden={buffer.hidden} of {buffer.dtype} "
+            f"makes {row_bytes}"
+        )
+    limits = {
+        "the number of ranks": (topology.num_ranks, _nvlink.MAX_RANKS),
+        "topk": (buffer.topk, _nvlink.MAX_TOPK),
+        "num_experts": (buffer.num_experts, _MAX_EXPERTS),
+        "ranks * max_tokens * topk": (
+            topology.num_ranks * buffer.max_tokens * buffer.topk,
+            _MAX_ROWS // 2,
+        ),
+    }
+    for name, (value, most) in limits.items():
+        if value > most:
+            return f"{name} must be at most {most}, got {value}"
+    return None
+
+
+def host_name() -> str:
+    """Names this host: ranks with the same name can map each other's memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
 
 
 class NvlinkBackend:
-    def __init__(self, buffer: Any) -> None:
-        raise RuntimeError("not built")
+    """See the module; the methods are those of ``Backend``.
+
+    Raises:
+        RuntimeError: the memory of a rank could not be allocated or mapped; on all ranks.
+    """
+
+    name = "nvlink"
+
+    def __init__(self, buffer: Buffer) -> None:
+        topology, config = buffer.topology, buffer.config
+        self._rank = topology.rank
+        self._num_experts = buffer.num_experts
+        self._num_local_experts = buffer.num_local_experts
+        self._topk = buffer.topk
+        self._device = buffer.device
+        self._timeout_s = config.timeout_s
+        self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
+        self._last_stream: torch.cuda.Stream | None = None
+
+        self._runtime, mine = None, b""
+        try:
+            self._runtime = _nvlink.Runtime(
+                _nvlink.RuntimeConfig(
+                    device=buffer.device.index,
+                    rank=topology.rank,
+                    num_ranks=topology.num_ranks,
+                    num_experts=buffer.num_experts,
+                    max_tokens=buffer.max_tokens,
+                    topk=buffer.topk,
+                    row_capacity=buffer.row_capacity,
+                    inbox_row_bytes=buffer.inbox_row_bytes,
+                    num_sms_publish=config.num_sms_publish,
+                    num_sms_dispatch=config.num_sms_dispatch,
+                    num_sms_combine=config.num_sms_combine,
+                    slice_bytes=config.slice_bytes,
+                    timeout_s=config.timeout_s,
+                )
+            )
+            mine = self._runtime.ipc_handle() if topology.num_ranks > 1 else b""
+            failure = None
+        except RuntimeError as error:
+            failure = str(error)
+        parts = buffer.gather((failure, mine))
+        self._raise_together([failure for failure, _ in parts])
+        try:
+            self._runtime.open_peers([handle for _, handle in parts])
+            failure = None
+        except RuntimeError as error:
+            failure = str(error)
+        self._raise_together(buffer.gather(failure))
+        self.layout_size = self._runtime.handle_words
+
+    def _raise_together(self, failures: list[str | None]) -> None:
+        for rank, failure in enumerate(failures):
+            if failure is not None:
+                self.destroy()
+                raise RuntimeError(f"rank {rank}: {failure}")
+
+    def describe(self) -> str:
+        megabytes = self._runtime.symmetric_bytes / 1e6
+        return f"nvlink: CUDA kernels, {megabytes:.1f} MB of symmetric memory through CUDA IPC"
+
+    def destroy(self) -> None:
+        if self._runtime is not None:
+            self._runtime.destroy()
+
+    def check(self) -> None:
+        fault = self._runtime.fault()
+        if fault is None:
+            return
+        if fault.kind == _BAD_EXPERT:
+            value = fault.seen - (1 << 64) if fault.seen >> 63 else fault.seen
+            raise ValueError(
+                f"topk_idx must lie in [-1, num_experts={self._num_experts}), got {value} at token "
+                f"{fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
+            )
+        peer_call = fault.seen >> 16
+        if fault.kind == _OTHER_CALL:
+            reason = "the peer makes this call with other sizes or dtypes"
+        else:
+            reason = f"no signal within {self._timeout_s:g} s, its last was in call {peer_call}"
+        raise PeerError(
+            rank=self._rank,
+            peer=fault.peer,
+            phase=_PHASES[fault.phase],
+            call=fault.epoch,
+            channel=fault.channel,
+            reason=reason,
+        )
+
+    # ---- the verbs
+
+    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+        stream = self._begin()
+        exact = max_rows is None
+        if exact and torch.cuda.is_current_stream_capturing():
+            raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
+        topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
+        experts = self._num_local_experts
+        made = Route(
+            *(self._words(size) for size in (self.layout_size, experts, experts + 1)),
+            self._words(1).squeeze(0),
+        )
+        ticket = self._runtime.route(
+            topk_idx.data_ptr(),
+            topk_idx.element_size(),
+            topk_idx.stride(0),
+            topk_idx.shape[0],
+            align,
+            -1 if exact else max_rows,
+            exact,
+            *(tensor.data_ptr() for tensor in made),
+            stream,
+        )
+        if exact:
+            self._tickets[made.layout.data_ptr()] = ticket
+        return made
+
+    def dispatch(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        *,
+        num_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        stream = self._begin()
+        x = x if _has_aligned_rows(x) else x.contiguous()
+        weights = weights if weights is None or weights.stride(1) == 1 else weights.contiguous()
+        scales = None if scales is None else scales.contiguous()
+        row_bytes = x.shape[1] * x.element_size()
+        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
+        self._runtime.publish(
+            x.data_ptr(),
+            x.stride(0) * x.element_size(),
+            row_bytes,
+            _address(weights),
+            0 if weights is None else weights.stride(0),
+            _address(scales),
+            scale_bytes,
+            scale_bytes,
+            x.shape[0],
+            layout.data_ptr(),
+            stream,
+        )
+        if num_rows is None:
+            num_rows = self._required_rows(layout)
+        rows = x.new_empty((num_rows, x.shape[1]))
+        row_weights = None if weights is None else weights.new_empty(num_rows)
+        row_scales = None if scales is None else scales.new_empty((num_rows, scales.shape[1]))
+        self._runtime.pull(
+            rows.data_ptr(),
+            row_bytes,
+            # an empty tensor has no address, but weights must be seen to travel along
+            0 if weights is None else row_weights.data_ptr() or 1,
+            _address(row_scales),
+            scale_bytes,
+            num_rows,
+            True,
+            layout.data_ptr(),
+            stream,
+        )
+        return rows, row_weights, row_scales
+
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Tensor,
+        *,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        stream = self._begin()
+        rows = rows.contiguous()
+        weights = None if weights is None else weights.contiguous()
+        values = None if values is None else values.contiguous()
+        y = rows.new_empty((num_tokens, rows.shape[1]))
+        home_values = None if values is None else values.new_empty((num_tokens, self._topk))
+        self._runtime.combine(
+            rows.data_ptr(),
+            _SUM_TYPES[rows.dtype],
+            rows.shape[1] * rows.element_size(),
+            _address(weights),
+            0 if values is None else values.data_ptr() or 1,
+            y.data_ptr(),
+            0 if values is None else home_values.data_ptr() or 1,
+            num_tokens,
+            layout.data_ptr(),
+            stream,
+        )
+        return y, home_values
+
+    # ---- shared by the verbs
+
+    def _begin(self) -> int:
+        """Raise what an earlier call left; order this call behind the last, whatever its stream."""
+        self.check()
+        stream = torch.cuda.current_stream(self._device)
+        last = self._last_stream
+        if last is not None and last != stream and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        self._last_stream = stream
+        return stream.cuda_stream
+
+    def _required_rows(self, layout: Tensor) -> int:
+        ticket = self._tickets.pop(layout.data_ptr(), None)
+        if ticket is None:  # a layout of an earlier call, replayed
+            return int(layout[_REQUIRED_ROWS])
+        num_rows = self._runtime.required_rows(ticket)
+        if num_rows is None:
+            self.check()
+            raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
+        return num_rows
+
+    def _words(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int32, device=self._device)
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _has_aligned_rows(x: Tensor) -> bool:
+    return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0

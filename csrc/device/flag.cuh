@@ -1,0 +1,122 @@
+// Flags between ranks: signalling, and the one way of waiting.
+//
+// A flag holds (call number << 16) | signature of the call. It only grows, so it is never reset,
+// and a rank that is a call ahead still satisfies who waits for the call before. The signature
+// tells apart peers that agree on the number but not on what they are doing.
+//
+// Every wait keeps a deadline. When it passes, the first waiter of the GPU writes down whom it
+// waited for, the kernel runs out without doing its work, and so does every later one of this
+// Buffer; the host turns the record into a Python exception.
+#pragma once
+
+#include "device/ptx.cuh"
+#include "layout/buffer_layout.h"
+#include "runtime_state.h"
+
+namespace hybrid_ep::device {
+
+using layout::Phase;
+
+__device__ __forceinline__ uint64_t flag_value(uint64_t epoch, uint32_t signature) {
+    return (epoch << 16) | signature;
+}
+
+// The number of the call being made; read it before last_block() can have moved it on.
+__device__ __forceinline__ uint64_t current_epoch(const DeviceState* state, Phase phase) {
+    return *reinterpret_cast<const volatile uint64_t*>(&state->epoch[int(phase)]) + 1;
+}
+
+__device__ __forceinline__ bool has_fault(const DeviceState* state) {
+    return ptx::load_volatile(&state->faulted) != 0;
+}
+
+// Any thread; the first one wins.
+__device__ inline void report_fault(const Watch& watch, FaultKind kind, Phase phase, int peer,
+                                    int channel, uint64_t epoch, uint64_t seen) {
+    if (atomicCAS(&watch.state->faulted, 0u, 1u) != 0u) return;
+    volatile Fault* fault = watch.fault;
+    fault->phase = int(phase);
+    fault->peer = peer;
+    fault->channel = channel;
+    fault->epoch = epoch;
+    fault->seen = seen;
+    ptx::store_release(const_cast<uint64_t*>(&fault->kind), uint64_t(kind));
+}
+
+// Waits until `flag`, which `peer` writes, reaches this call. Any single thread; acquires what the
+// peer wrote before it signalled (for bulk copies of it, add fence_proxy_async). False: give up.
+__device__ inline bool wait_flag(const uint64_t* flag, uint64_t epoch, uint32_t signature,
+                                 const Watch& watch, Phase phase, int peer, int channel) {
+    uint64_t seen = ptx::load_acquire(flag);
+    uint64_t start = 0;
+    for (uint32_t polls = 1; (seen >> 16) < epoch; ++polls) {
+        if (polls % 64 == 0) {
+            uint64_t now = ptx::global_timer_ns();
+            if (start == 0) start = now;
+            if (has_fault(watch.state)) return false;
+            if (now - start > watch.timeout_ns) {
+                report_fault(watch, FaultKind::kTimeout, phase, peer, channel, epoch, seen);
+                return false;
+            }
+        }
+        seen = ptx::load_acquire(flag);
+    }
+    if ((seen >> 16) == epoch && (seen & 0xFFFF) != signature) {
+        report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, seen);
+        return false;
+    }
+    return true;
+}
+
+// The whole block waits for `channels` flags of every rank. False, for all threads: give up.
+__device__ inline bool wait_all_flags(char* mine, const layout::BufferLayout& layout, Phase phase,
+                                      int channels, uint64_t epoch, uint32_t signature,
+                                      const Watch& watch) {
+    bool good = !has_fault(watch.state);
+    for (int i = threadIdx.x; good && i < layout.num_ranks * channels; i += blockDim.x) {
+        int peer = i / channels, channel = i % channels;
+        auto* flag = reinterpret_cast<const uint64_t*>(mine + layout.flag(phase, peer, channel));
+        good = wait_flag(flag, epoch, signature, watch, phase, peer, channel);
+    }
+    good = __syncthreads_and(good);
+    ptx::fence_proxy_async();
+    return good;
+}
+
+// The whole block, after its last write: tells every rank that this block has finished. Bulk
+// stores must have been waited for by the threads that issued them.
+__device__ inline void signal_all_ranks(const Peers& peers, const layout::BufferLayout& layout,
+                                        Phase phase, int rank, int channel, uint64_t epoch,
+                                        uint32_t signature) {
+    ptx::fence_proxy_async();
+    __syncthreads();
+    for (int peer = threadIdx.x; peer < layout.num_ranks; peer += blockDim.x) {
+        auto* flag =
+            reinterpret_cast<uint64_t*>(peers.base[peer] + layout.flag(phase, rank, channel));
+        ptx::store_release(flag, flag_value(epoch, signature));
+    }
+}
+
+// The whole block, at the end of a call's last kernel: true in the one block that is the last to
+// get here, which closes the call. No block waits.
+__device__ inline bool is_last_block(DeviceState* state) {
+    __shared__ bool last;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        __threadfence();
+        last = atomicAdd(&state->blocks_done, 1u) == gridDim.x - 1;
+        if (last) {
+            state->blocks_done = 0;
+            __threadfence();
+        }
+    }
+    __syncthreads();
+    return last;
+}
+
+// One thread of the last block.
+__device__ __forceinline__ void close_call(DeviceState* state, Phase phase, uint64_t epoch) {
+    *reinterpret_cast<volatile uint64_t*>(&state->epoch[int(phase)]) = epoch;
+}
+
+}  // namespace hybrid_ep::device

@@ -1,0 +1,100 @@
+// What the host runtime launches. Parameters travel by value; sizes are run-time values.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "layout/buffer_layout.h"
+#include "layout/handle_layout.h"
+#include "layout/record_layout.h"
+#include "runtime_state.h"
+
+namespace hybrid_ep::kernels {
+
+// What every kernel knows: where everything is and how long to wait.
+struct Context {
+    Peers peers;
+    int rank;
+    layout::BufferLayout buffer;
+    layout::HandleLayout handle;
+    Watch watch;
+};
+
+struct PublishRoutingParams {
+    Context context;
+    const void* topk_idx;  // [T, topk] of idx_bytes each, rows idx_stride elements apart
+    int idx_bytes;
+    int64_t idx_stride;
+    int num_tokens;
+    int num_blocks;
+    int32_t* words;  // the handle being made
+};
+void launch_publish_routing(const PublishRoutingParams& p, cudaStream_t stream);
+
+struct AssignRowsParams {
+    Context context;
+    int num_publish_blocks;
+    int align;
+    int64_t max_rows;  // < 0: no bound
+    int32_t* words;
+    int32_t *counts, *offsets, *required_rows;  // copies of the handle's, for Python
+    Mail* mail;                                 // null: nobody waits
+    uint64_t ticket;
+};
+void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
+
+struct PublishRowsParams {
+    Context context;
+    layout::RecordLayout record;
+    const char *x, *scales;
+    const float* weights;
+    int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
+    int num_tokens, num_blocks, max_slice_bytes;
+    int32_t* words;
+};
+void launch_publish_rows(const PublishRowsParams& p, cudaStream_t stream);
+
+struct PullRowsParams {
+    Context context;
+    layout::RecordLayout record;
+    char *rows, *scales;  // [M, row_bytes], [M, scale_bytes]
+    float* weights;       // [M]
+    int64_t num_rows;
+    bool has_padding;
+    int num_publish_blocks, num_blocks, max_slice_bytes;
+    int32_t* words;
+};
+void launch_pull_rows(const PullRowsParams& p, cudaStream_t stream);
+
+enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+struct PushSumsParams {
+    Context context;
+    SumType type;
+    int row_bytes;
+    const char* rows;      // [M, row_bytes]
+    const float* weights;  // [M] or null
+    const float* values;   // [M] or null
+    int num_blocks;
+    int32_t* words;
+};
+void launch_push_sums(const PushSumsParams& p, cudaStream_t stream);
+
+struct SumAtHomeParams {
+    Context context;
+    SumType type;
+    int row_bytes;
+    bool has_values;
+    char* y;        // [T, row_bytes]
+    float* values;  // [T, topk] or null
+    int num_tokens, num_blocks;
+    int32_t* words;
+};
+void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);
+
+// Shared memory a block may have, and SMs of the current device.
+struct DeviceLimits {
+    int num_sms, smem_bytes;
+};
+DeviceLimits device_limits();
+
+}  // namespace hybrid_ep::kernels

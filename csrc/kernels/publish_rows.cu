@@ -1,0 +1,120 @@
+// My tokens become readable for my peers: x, scales and weights -> records of my outbox.
+//
+//   x[t] --TMA load--> stage --TMA store--> outbox record [row | scales | weights]
+//
+// Warps take tokens in turn. Weights are stored by place (the order of the token's distinct
+// experts), those of repeated experts added, because that is how the peers' rows refer to them.
+#include "device/flag.cuh"
+#include "device/ring.cuh"
+#include "kernels/kernels.h"
+#include "kernels/launch.cuh"
+#include "kernels/ring_shapes.h"
+
+namespace hybrid_ep::kernels {
+namespace {
+
+using namespace device;
+using layout::Phase;
+using layout::SliceLayout;
+
+// Where the warp is in its sequence of (token, slice).
+struct TokenCursor {
+    int64_t token;
+    int slice = 0;
+
+    __device__ void advance(int num_slices, int num_warps) {
+        if (++slice == num_slices) {
+            slice = 0;
+            token += num_warps;
+        }
+    }
+};
+
+struct Publish {
+    const PublishRowsParams& p;
+    SliceLayout slices;
+    int num_warps;
+    uint64_t epoch;
+    TokenCursor loading, storing;
+
+    __device__ int bytes_of(int slice) const {
+        return min(slices.slice_bytes, p.record.row_bytes - slice * slices.slice_bytes);
+    }
+
+    __device__ bool load(Ring& ring) {
+        if (loading.token >= p.num_tokens) return false;
+        const int slice = loading.slice, bytes = bytes_of(slice);
+        ring.expect(bytes);
+        if (lane_id() == 0) {
+            ptx::bulk_load(ring.load_stage(),
+                           p.x + loading.token * p.x_stride + slice * slices.slice_bytes, bytes,
+                           ring.load_barrier());
+        }
+        if (slice == slices.num_slices - 1) load_trailer(ring.load_stage() + bytes);
+        loading.advance(slices.num_slices, num_warps);
+        ring.advance_load();
+        return true;
+    }
+
+    __device__ void load_trailer(char* trailer) const {
+        const char* scales = p.scales + loading.token * p.scales_stride;
+        for (int i = lane_id(); i < p.record.scale_bytes; i += kWarp) trailer[i] = scales[i];
+        if (p.record.weight_bytes == 0) return;
+        const int topk = p.context.buffer.topk;
+        layout::HandleView handle(p.words, p.context.handle);
+        float weight = 0.f;
+        int place = -1;
+        if (lane_id() < topk) {
+            weight = p.weights[loading.token * p.weights_stride + lane_id()];
+            place = handle.places[loading.token * topk + lane_id()];
+        }
+        float sum = 0.f;
+        for (int slot = 0; slot < topk; ++slot) {
+            float other = __shfl_sync(0xFFFFFFFFu, weight, slot);
+            if (__shfl_sync(0xFFFFFFFFu, place, slot) == lane_id()) sum = __fadd_rn(sum, other);
+        }
+        auto* weights = reinterpret_cast<float*>(trailer + p.record.weights_offset() -
+                                                 p.record.scales_offset());
+        if (lane_id() < topk) weights[lane_id()] = sum;
+    }
+
+    __device__ void work(const char* stage) {
+        const int slice = storing.slice;
+        int bytes = bytes_of(slice);
+        if (slice == slices.num_slices - 1) {
+            bytes += p.record.trailer_bytes();
+            ptx::fence_proxy_async_smem();  // the trailer was written by ordinary stores
+            __syncwarp();
+        }
+        if (lane_id() == 0) {
+            char* record = p.context.peers.base[p.context.rank] +
+                           p.context.buffer.record(epoch, storing.token);
+            ptx::bulk_store(record + slice * slices.slice_bytes, stage, bytes);
+        }
+        storing.advance(slices.num_slices, num_warps);
+    }
+};
+
+__global__ void __launch_bounds__(kMoveWarps* kWarp)
+    publish_rows(const __grid_constant__ PublishRowsParams p) {
+    extern __shared__ __align__(128) char dynamic_smem[];
+    if (has_fault(p.context.watch.state)) return;
+    const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
+    const int warp = blockIdx.x * kMoveWarps + warp_id();
+
+    const auto slices = SliceLayout::make(p.record.row_bytes, p.max_slice_bytes);
+    Ring ring(dynamic_smem, move_ring(slices, p.record));
+    Publish role{p, slices, int(gridDim.x) * kMoveWarps, epoch, {warp}, {warp}};
+    ring.run(role);
+    signal_all_ranks(p.context.peers, p.context.buffer, Phase::kDispatch, p.context.rank,
+                     blockIdx.x, epoch, p.record.signature());
+}
+
+}  // namespace
+
+void launch_publish_rows(const PublishRowsParams& p, cudaStream_t stream) {
+    auto shape = move_ring(SliceLayout::make(p.record.row_bytes, p.max_slice_bytes), p.record);
+    launch(publish_rows, p, p.num_blocks, kMoveWarps * kWarp, shape.smem_bytes(), stream);
+}
+
+}  // namespace hybrid_ep::kernels

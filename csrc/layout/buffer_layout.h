@@ -1,0 +1,88 @@
+// The symmetric memory of a rank: where each region lies. Every rank has the same, so an offset
+// and a peer's base address name a place in the peer's memory.
+//
+//   outbox          2 slots x max_tokens records    rows that peers pull (slot = call & 1)
+//   routing inbox   2 slots x source rank           each source's top-k and its counts per chunk
+//   inbox           max_tokens x fanout rows        summed rows that come home, in rank order
+//   value inbox     max_tokens x topk floats        gradients of weights that come home
+//   flags           phase x source rank x channel   what a peer's block has finished
+#pragma once
+
+#include "layout/bytes.h"
+
+namespace hybrid_ep::layout {
+
+enum class Phase : int { kRoute = 0, kDispatch = 1, kCombine = 2, kInboxFree = 3 };
+
+struct BufferLayout {
+    int num_ranks, num_experts, max_tokens, topk;
+    int row_capacity;     // bytes of a token's row and scales
+    int inbox_row_bytes;  // bytes of a row that comes home
+
+    // derived, see make()
+    int num_local_experts, num_chunks, fanout, record_bytes;
+    int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
+    int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset, total_bytes;
+
+    static BufferLayout make(int num_ranks, int num_experts, int max_tokens, int topk,
+                             int row_capacity, int inbox_row_bytes) {
+        BufferLayout l{};
+        l.num_ranks = num_ranks;
+        l.num_experts = num_experts;
+        l.max_tokens = max_tokens;
+        l.topk = topk;
+        l.row_capacity = row_capacity;
+        l.inbox_row_bytes = inbox_row_bytes;
+        l.num_local_experts = num_experts / num_ranks;
+        l.num_chunks = ceil_div(max_tokens, kChunkTokens);
+        l.fanout = min_of(topk, num_ranks);
+        l.record_bytes = round_up(row_capacity + round_up(topk * 4, kBulkAlign), 128);
+        l.experts_bytes = round_up<int64_t>(int64_t(l.num_chunks) * kChunkTokens * topk * 2, 128);
+        l.counts_bytes =
+            round_up<int64_t>(int64_t(l.num_chunks) * (l.num_local_experts + 1) * 2, 128);
+
+        int64_t end = 0;
+        auto region = [&end](int64_t bytes) {
+            int64_t begin = end;
+            end = round_up<int64_t>(begin + bytes, 128);
+            return begin;
+        };
+        l.outbox_offset = region(2LL * max_tokens * l.record_bytes);
+        l.routing_offset = region(2LL * num_ranks * (l.experts_bytes + l.counts_bytes));
+        l.inbox_offset = region(int64_t(max_tokens) * l.fanout * inbox_row_bytes);
+        l.values_offset = region(int64_t(max_tokens) * topk * 4);
+        l.flags_offset = region(int64_t(num_ranks) * 3 * kMaxChannels * 8 + 4096);
+        l.total_bytes = end;
+        return l;
+    }
+
+    // The record of a token in the outbox of call `epoch`: its row, its scales, its weights.
+    HYBRID_EP_HD int64_t record(uint64_t epoch, int64_t token) const {
+        return outbox_offset + (int64_t(epoch & 1) * max_tokens + token) * record_bytes;
+    }
+    // int16 [num_chunks * kChunkTokens, topk]: each token's distinct experts, ascending, then -1.
+    HYBRID_EP_HD int64_t experts_of(uint64_t epoch, int source) const {
+        return routing_offset +
+               (int64_t(epoch & 1) * num_ranks + source) * (experts_bytes + counts_bytes);
+    }
+    // uint16 [num_chunks, num_local_experts + 1]: rows for each expert of the reader, then copies.
+    HYBRID_EP_HD int64_t counts_of(uint64_t epoch, int source) const {
+        return experts_of(epoch, source) + experts_bytes;
+    }
+    HYBRID_EP_HD int64_t inbox_row(int64_t token, int slot, int row_bytes) const {
+        return inbox_offset + (token * fanout + slot) * row_bytes;
+    }
+    HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
+    // Set when `source` has unmapped this memory; until all have, it must not be freed.
+    HYBRID_EP_HD int64_t closed_flag(int source) const {
+        return flags_offset + (int64_t(num_ranks) * (3 * kMaxChannels + 1) + source) * 8;
+    }
+    HYBRID_EP_HD int64_t flag(Phase phase, int source, int channel) const {
+        return phase == Phase::kInboxFree
+                   ? flags_offset + (int64_t(num_ranks) * 3 * kMaxChannels + source) * 8
+                   : flags_offset +
+                         ((int64_t(phase) * num_ranks + source) * kMaxChannels + channel) * 8;
+    }
+};
+
+}  // namespace hybrid_ep::layout

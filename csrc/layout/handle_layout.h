@@ -1,0 +1,76 @@
+// The layout of one dispatch, an int32 tensor that the handle owns: who is pulled into which rows,
+// and how a token's results come home.
+#pragma once
+
+#include "layout/buffer_layout.h"
+
+namespace hybrid_ep::layout {
+
+// A token of a source rank that this rank pulls. Its local experts are a run of the token's
+// distinct experts (these are sorted), so its rows ascend and dropped ones are the last.
+struct alignas(16) Copy {
+    int32_t token;
+    int32_t first_row;    // index into rows[]
+    int16_t num_places;   // local experts of the token
+    int16_t num_rows;     // of these, the ones whose row was not dropped
+    uint8_t first_place;  // of my first expert among the token's distinct experts
+    uint8_t inbox_slot;   // ranks of the token that come before mine
+    uint16_t unused;
+};
+static_assert(sizeof(Copy) == 16, "a copy is one 16-byte load");
+
+struct HandleLayout {
+    int num_ranks, num_local_experts, max_tokens, topk;
+    // first word of each section
+    int64_t source_first, counts, offsets, copies, rows, home_copies, places, num_words;
+
+    enum Header { kNumTokens = 0, kNumCopies = 1, kRequiredRows = 2, kHeaderWords = 16 };
+
+    static HandleLayout make(const BufferLayout& b) {
+        HandleLayout l{};
+        l.num_ranks = b.num_ranks;
+        l.num_local_experts = b.num_local_experts;
+        l.max_tokens = b.max_tokens;
+        l.topk = b.topk;
+        int64_t end = kHeaderWords;
+        auto section = [&end](int64_t words) {
+            int64_t begin = end;
+            end = round_up<int64_t>(begin + words, 4);
+            return begin;
+        };
+        int64_t most_copies = int64_t(b.num_ranks) * b.max_tokens;
+        l.source_first = section(b.num_ranks + 1);
+        l.counts = section(b.num_local_experts);
+        l.offsets = section(b.num_local_experts + 1);
+        l.copies = section(most_copies * 4);
+        l.rows = section(most_copies * min_of(b.topk, b.num_local_experts));
+        l.home_copies = section(ceil_div(b.max_tokens, 4));
+        l.places = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.topk, 4));
+        l.num_words = end;
+        return l;
+    }
+};
+
+// The sections of a handle by name. `copies` of source s are those from source_first[s] on.
+struct HandleView {
+    int32_t* header;
+    int32_t* source_first;  // [num_ranks + 1]
+    int32_t* counts;        // [num_local_experts]
+    int32_t* offsets;       // [num_local_experts + 1]
+    Copy* copies;           // ordered by (source rank, token)
+    int32_t* rows;          // row of the output for each local expert of each copy
+    uint8_t* home_copies;   // [T] ranks that my token went to
+    int8_t* places;         // [T, topk] slot -> place among the token's distinct experts, or -1
+
+    HYBRID_EP_HD HandleView(int32_t* words, const HandleLayout& l)
+        : header(words),
+          source_first(words + l.source_first),
+          counts(words + l.counts),
+          offsets(words + l.offsets),
+          copies(reinterpret_cast<Copy*>(words + l.copies)),
+          rows(words + l.rows),
+          home_copies(reinterpret_cast<uint8_t*>(words + l.home_copies)),
+          places(reinterpret_cast<int8_t*>(words + l.places)) {}
+};
+
+}  // namespace hybrid_ep::layout

@@ -1,0 +1,41 @@
+// The bytes of one token on its way through dispatch: [row | scales | weights], each padded to 16.
+#pragma once
+
+#include "layout/bytes.h"
+
+namespace hybrid_ep::layout {
+
+struct RecordLayout {
+    int row_bytes;     // payload, a multiple of 16
+    int scale_bytes;   // 0: no scales
+    int weight_bytes;  // 0: no weights, else 4 * topk
+
+    HYBRID_EP_HD int scales_offset() const { return row_bytes; }
+    HYBRID_EP_HD int weights_offset() const { return row_bytes + round_up(scale_bytes, 16); }
+    HYBRID_EP_HD int trailer_bytes() const {
+        return round_up(scale_bytes, 16) + round_up(weight_bytes, 16);
+    }
+    HYBRID_EP_HD int bytes() const { return row_bytes + trailer_bytes(); }
+
+    // 16 bits that tell records apart; peers compare them, so that nobody reads another shape.
+    HYBRID_EP_HD uint32_t signature() const {
+        uint32_t h = uint32_t(row_bytes) * 0x9E3779B1u ^ uint32_t(scale_bytes) * 0x85EBCA77u ^
+                     uint32_t(weight_bytes) * 0xC2B2AE3Du;
+        return (h ^ (h >> 16)) & 0xFFFFu;
+    }
+};
+
+// A row is moved in slices that fit a stage of the ring; the last one takes the trailer along.
+struct SliceLayout {
+    int num_slices, slice_bytes;
+
+    static HYBRID_EP_HD SliceLayout make(int row_bytes, int max_slice_bytes) {
+        SliceLayout s{};
+        s.num_slices = ceil_div(row_bytes, max_slice_bytes);
+        s.slice_bytes = round_up(ceil_div(row_bytes, s.num_slices), kBulkAlign);
+        s.num_slices = ceil_div(row_bytes, s.slice_bytes);
+        return s;
+    }
+};
+
+}  // namespace hybrid_ep::layout

@@ -1,0 +1,225 @@
+#include "runtime.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "check.h"
+
+namespace hybrid_ep {
+namespace {
+
+// Calls may come with another device current; put it back afterwards.
+class DeviceGuard {
+  public:
+    explicit DeviceGuard(int device) {
+        check_cuda(cudaGetDevice(&before_), "current device");
+        if (before_ != device) check_cuda(cudaSetDevice(device), "selecting the device");
+        changed_ = before_ != device;
+    }
+    ~DeviceGuard() {
+        if (changed_) cudaSetDevice(before_);
+    }
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
+
+template <typename T>
+T* at(uintptr_t address) {
+    return reinterpret_cast<T*>(address);
+}
+
+cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
+
+}  // namespace
+
+namespace kernels {
+
+DeviceLimits device_limits() {
+    int device = 0;
+    DeviceLimits limits{};
+    check_cuda(cudaGetDevice(&device), "current device");
+    check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device),
+               "number of SMs");
+    check_cuda(
+        cudaDeviceGetAttribute(&limits.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+        "shared memory of a block");
+    return limits;
+}
+
+}  // namespace kernels
+
+Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
+    DeviceGuard guard(config.device);
+    buffer_ = layout::BufferLayout::make(config.num_ranks, config.num_experts, config.max_tokens,
+                                         config.topk, config.row_capacity, config.inbox_row_bytes);
+    handle_ = layout::HandleLayout::make(buffer_);
+    routing_blocks_ = std::min(buffer_.num_chunks, 64);
+
+    // one block per SM, all resident: no grid is larger than what runs at once
+    const int most = std::min(kernels::device_limits().num_sms, layout::kMaxChannels);
+    config_.num_sms_publish = std::min(config.num_sms_publish, most);
+    config_.num_sms_dispatch = std::min(config.num_sms_dispatch, most);
+    config_.num_sms_combine = std::min(config.num_sms_combine, most);
+
+    memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
+    check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
+    check_cuda(cudaMemset(state_, 0, sizeof(DeviceState)), "call state");
+    void* host = nullptr;
+    size_t host_bytes = sizeof(Fault) + kMailSlots * sizeof(Mail);
+    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+               "mapped host memory");
+    std::fill_n(static_cast<char*>(host), host_bytes, 0);
+    fault_ = static_cast<Fault*>(host);
+    mail_ = reinterpret_cast<Mail*>(fault_ + 1);
+}
+
+Runtime::~Runtime() { destroy(); }
+
+void Runtime::destroy() {
+    if (memory_ == nullptr) return;
+    int before = 0;
+    cudaGetDevice(&before);
+    cudaSetDevice(config_.device);
+    cudaDeviceSynchronize();  // this rank's kernels end within the deadline, whatever peers do
+    memory_.reset();
+    cudaFree(state_);
+    cudaFreeHost(fault_);
+    state_ = nullptr;
+    fault_ = nullptr;
+    cudaSetDevice(before);
+    cudaGetLastError();
+}
+
+kernels::Context Runtime::context() const {
+    Watch watch{state_, fault_, uint64_t(config_.timeout_s * 1e9)};
+    return {memory_->peers(), config_.rank, buffer_, handle_, watch};
+}
+
+layout::RecordLayout Runtime::record(int row_bytes, int scale_bytes, bool weights) const {
+    return {row_bytes, scale_bytes, weights ? 4 * config_.topk : 0};
+}
+
+uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens,
+                        int align, int64_t max_rows, bool want_mail, uintptr_t words,
+                        uintptr_t counts, uintptr_t offsets, uintptr_t required_rows,
+                        uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    kernels::PublishRoutingParams publish{};
+    publish.context = context();
+    publish.topk_idx = at<void>(topk_idx);
+    publish.idx_bytes = idx_bytes;
+    publish.idx_stride = idx_stride;
+    publish.num_tokens = num_tokens;
+    publish.num_blocks = routing_blocks_;
+    publish.words = at<int32_t>(words);
+    kernels::launch_publish_routing(publish, to_stream(stream));
+
+    kernels::AssignRowsParams assign{};
+    assign.context = publish.context;
+    assign.num_publish_blocks = routing_blocks_;
+    assign.align = align;
+    assign.max_rows = max_rows;
+    assign.words = at<int32_t>(words);
+    assign.counts = at<int32_t>(counts);
+    assign.offsets = at<int32_t>(offsets);
+    assign.required_rows = at<int32_t>(required_rows);
+    if (want_mail) {
+        assign.ticket = ++tickets_;
+        assign.mail = &mail_[assign.ticket % kMailSlots];
+    }
+    kernels::launch_assign_rows(assign, to_stream(stream));
+    return assign.ticket;
+}
+
+void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                      int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                      int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    kernels::PublishRowsParams p{};
+    p.context = context();
+    p.record = record(row_bytes, scale_bytes, weights != 0);
+    p.x = at<char>(x);
+    p.scales = at<char>(scales);
+    p.weights = at<float>(weights);
+    p.x_stride = x_stride;
+    p.scales_stride = scales_stride;
+    p.weights_stride = weights_stride;
+    p.num_tokens = num_tokens;
+    p.num_blocks = config_.num_sms_publish;
+    p.max_slice_bytes = config_.slice_bytes;
+    p.words = at<int32_t>(words);
+    kernels::launch_publish_rows(p, to_stream(stream));
+}
+
+void Runtime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales,
+                   int scale_bytes, int64_t num_rows, bool has_padding, uintptr_t words,
+                   uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    kernels::PullRowsParams p{};
+    p.context = context();
+    p.record = record(row_bytes, scale_bytes, weights != 0);
+    p.rows = at<char>(rows);
+    p.scales = at<char>(scales);
+    p.weights = at<float>(weights);
+    p.num_rows = num_rows;
+    p.has_padding = has_padding;
+    p.num_publish_blocks = config_.num_sms_publish;
+    p.num_blocks = config_.num_sms_dispatch;
+    p.max_slice_bytes = config_.slice_bytes;
+    p.words = at<int32_t>(words);
+    kernels::launch_pull_rows(p, to_stream(stream));
+}
+
+void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
+                      uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
+                      uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    kernels::PushSumsParams push{};
+    push.context = context();
+    push.type = kernels::SumType(type);
+    push.row_bytes = row_bytes;
+    push.rows = at<char>(rows);
+    push.weights = at<float>(weights);
+    push.values = at<float>(values);
+    push.num_blocks = config_.num_sms_combine;
+    push.words = at<int32_t>(words);
+    kernels::launch_push_sums(push, to_stream(stream));
+
+    kernels::SumAtHomeParams home{};
+    home.context = push.context;
+    home.type = push.type;
+    home.row_bytes = row_bytes;
+    home.y = at<char>(y);
+    home.values = at<float>(home_values);
+    home.num_tokens = num_tokens;
+    home.num_blocks = config_.num_sms_combine;
+    home.words = at<int32_t>(words);
+    kernels::launch_sum_at_home(home, to_stream(stream));
+}
+
+std::optional<int64_t> Runtime::required_rows(uint64_t ticket) const {
+    const auto* mail = &mail_[ticket % kMailSlots];
+    const auto start = std::chrono::steady_clock::now();
+    // the kernels keep the deadline; this one is for a GPU that makes no progress at all
+    const auto patience = std::chrono::duration<double>(2 * config_.timeout_s + 10);
+    for (int polls = 1; __atomic_load_n(&mail->ticket, __ATOMIC_ACQUIRE) != ticket; ++polls) {
+        if (polls % 1024 != 0) continue;
+        if (fault()) return std::nullopt;
+        if (std::chrono::steady_clock::now() - start > patience) return std::nullopt;
+        std::this_thread::yield();
+    }
+    return mail->required_rows;
+}
+
+std::optional<FaultReport> Runtime::fault() const {
+    if (fault_ == nullptr) return std::nullopt;
+    uint64_t kind = __atomic_load_n(&fault_->kind, __ATOMIC_ACQUIRE);
+    if (kind == 0) return std::nullopt;
+    return FaultReport{int(kind),       fault_->phase, fault_->peer,
+                       fault_->channel, fault_->epoch, fault_->seen};
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,82 @@
+// The host side of the nvlink backend: owns the memory, knows the sizes, launches the kernels.
+//
+// Python checks every tensor before it gets here and passes plain addresses. Nothing here waits for
+// the GPU except required_rows().
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "kernels/kernels.h"
+#include "memory/peer_memory.h"
+
+namespace hybrid_ep {
+
+struct RuntimeConfig {
+    int device, rank, num_ranks, num_experts, max_tokens, topk;
+    int row_capacity, inbox_row_bytes;
+    int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
+    double timeout_s;
+};
+
+struct FaultReport {
+    int kind, phase, peer, channel;
+    uint64_t epoch, seen;
+};
+
+class Runtime {
+  public:
+    explicit Runtime(const RuntimeConfig& config);
+    ~Runtime();
+    Runtime(const Runtime&) = delete;
+    Runtime& operator=(const Runtime&) = delete;
+
+    std::string ipc_handle() const { return memory_->handle(); }
+    void open_peers(const std::vector<std::string>& handles) { memory_->open(handles); }
+    void destroy();
+
+    int64_t handle_words() const { return handle_.num_words; }
+    int64_t symmetric_bytes() const { return buffer_.total_bytes; }
+
+    // Publishes the routing and makes the handle. With `want_mail` the number of rows is sent to
+    // the host: returns the ticket for required_rows(), else 0.
+    uint64_t route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens, int align,
+                   int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
+                   uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
+
+    void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                 int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
+                 int num_tokens, uintptr_t words, uintptr_t stream);
+
+    void pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales, int scale_bytes,
+              int64_t num_rows, bool has_padding, uintptr_t words, uintptr_t stream);
+
+    void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
+                 uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
+                 uintptr_t stream);
+
+    // Blocks the host until the mail of `ticket` is there; nothing if a fault came first or the
+    // deadline passed.
+    std::optional<int64_t> required_rows(uint64_t ticket) const;
+    std::optional<FaultReport> fault() const;
+
+  private:
+    kernels::Context context() const;
+    layout::RecordLayout record(int row_bytes, int scale_bytes, bool weights) const;
+
+    static constexpr int kMailSlots = 256;
+
+    RuntimeConfig config_;
+    layout::BufferLayout buffer_;
+    layout::HandleLayout handle_;
+    int routing_blocks_;
+    std::unique_ptr<memory::PeerMemory> memory_;
+    DeviceState* state_ = nullptr;  // device memory
+    Fault* fault_ = nullptr;        // mapped host memory, with the mail behind it
+    Mail* mail_ = nullptr;
+    uint64_t tickets_ = 0;
+};
+
+}  // namespace hybrid_ep
