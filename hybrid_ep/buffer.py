@@ -14,6 +14,7 @@ from torch import Tensor
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
+from hybrid_ep.handle import Handle
 from hybrid_ep.topology import Topology
 
 _log = logging.getLogger("hybrid_ep")
@@ -103,7 +104,8 @@ class Buffer:
         self.max_tokens, self.topk = max_tokens, topk
         self.dtype, self.scale_bytes = dtype, scale_bytes
         self.device, self.config = device, config
-        self.topology = Topology(rank, num_ranks, ranks_per_node or num_ranks)
+        ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
+        self.topology = Topology(rank, num_ranks, ranks_per_node)
         self.num_local_experts = num_experts // num_ranks
         self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
 
@@ -286,7 +288,7 @@ class Buffer:
                 )
             scale_bytes = scales.shape[1] * scales.element_size()
         needed = row_bytes + round_up(scale_bytes, 16)
-        if needed > max(self.row_capacity, self.hidden * 8 if x.dtype == torch.float64 else 0):
+        if needed > self.row_capacity and not self._may_be_float64(x.dtype):
             raise ValueError(
                 f"a row and its scales need {needed} bytes, more than the {self.row_capacity} that "
                 f"dtype={self.dtype} and scale_bytes={self.scale_bytes} of the Buffer reserve"
@@ -303,9 +305,7 @@ class Buffer:
                     f"topk_weights must be {_weight_dtype(x.dtype)}, got {weights.dtype}"
                 )
 
-    def check_combine(
-        self, rows: Tensor, weights: Tensor | None, num_rows: int | None = None
-    ) -> None:
+    def check_combine(self, rows: Tensor, weights: Tensor | None) -> None:
         """Raise ValueError where the rows break a rule; the rules are in its texts."""
         self._check_tensor("rows", rows)
         if rows.dtype not in SUM_DTYPES and not self._may_be_float64(rows.dtype):
@@ -314,17 +314,13 @@ class Buffer:
             raise ValueError(
                 f"rows must have shape [M, hidden={self.hidden}], got {list(rows.shape)}"
             )
-        if num_rows is not None and rows.shape[0] != num_rows:
-            raise ValueError(
-                f"rows must be those of the handle's dispatch, {num_rows}, got {rows.shape[0]}"
-            )
         row_bytes = rows.shape[1] * rows.element_size()
         if row_bytes % 16:
             raise ValueError(
                 f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={self.hidden}, "
                 f"{rows.dtype})"
             )
-        if row_bytes > self.inbox_row_bytes and rows.dtype != torch.float64:
+        if row_bytes > self.inbox_row_bytes and not self._may_be_float64(rows.dtype):
             raise ValueError(
                 f"rows of {rows.dtype} need {row_bytes} bytes, more than the "
                 f"{self.inbox_row_bytes} that dtype={self.dtype} of the Buffer reserves"
@@ -336,6 +332,14 @@ class Buffer:
                     f"weights must be {_weight_dtype(rows.dtype)} [M={rows.shape[0]}], got "
                     f"{weights.dtype} {list(weights.shape)}"
                 )
+
+    def check_handle(self, handle: Handle) -> None:
+        """Raise ValueError for the handle of a Buffer with other sizes."""
+        if handle.layout.shape[0] != self.layout_size:
+            raise ValueError(
+                f"the handle must be of this Buffer, whose layouts have {self.layout_size} words, "
+                f"got one of {handle.layout.shape[0]}"
+            )
 
     @property
     def inbox_row_bytes(self) -> int:

@@ -70,11 +70,13 @@ def dispatch(
             + ("neither" if handle is None else "both")
         )
     if handle is None:
-        num_tokens, num_rows = x.shape[0], max_rows
+        num_tokens, num_rows = topk_idx.shape[0], max_rows
+        buffer.check_dispatch(x, topk_weights, scales, num_tokens)  # before route sends anything
         layout, counts, offsets, required_rows = _route(topk_idx, max_rows, align, buffer.id)
     else:
         if max_rows is not None or align != 1:
             raise ValueError("a replayed layout has its max_rows and align, pass neither")
+        buffer.check_handle(handle)
         num_tokens, num_rows, max_rows = handle.num_tokens, handle.num_rows, handle.max_rows
         layout, counts, offsets = handle.layout, handle.counts, handle.offsets
         required_rows = handle.required_rows
@@ -114,6 +116,7 @@ def combine(
         ValueError: an argument breaks a rule; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
+    buffer.check_handle(handle)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
@@ -265,9 +268,13 @@ _dispatch.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
 _combine.register_autograd(_combine_backward, setup_context=_save_combine)
 
 
-def _row_dots(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[M]``: dot product of each pair of rows, accumulated in ``dtype``."""
-    return (left.to(dtype) * right.to(dtype)).sum(dim=1)
+def _row_dots(rows: Tensor, grads: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[M]``: dot product of each row and its gradient, accumulated in ``dtype``.
+
+    The gradient of padding is zero; what the experts left there, perhaps NaN, does not count.
+    """
+    dots = (rows.to(dtype) * grads.to(dtype)).sum(dim=1)
+    return torch.where(grads.any(dim=1), dots, 0.0)
 
 
 # ---- recomputation
