@@ -2,12 +2,24 @@
 
 @pytest.mark.gpu       one CUDA device of Hopper or later (capability 9.0)
 @pytest.mark.gpus(n)   n of them
+
+Tests of ranks take the fixture ``world`` (``world(3).run(function, ...)``) and run on what the
+fixture ``target`` of their folder names: another backend's folder can import the same tests.
 """
 
+from __future__ import annotations
+
 import functools
+import signal
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.launch import Pool, Target
+
+TEST_DEADLINE_S = 120
 MIN_CAPABILITY = (9, 0)
 
 
@@ -34,3 +46,57 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if needed and num_gpus() < needed:
         capability = ".".join(map(str, MIN_CAPABILITY))
         pytest.skip(f"needs {needed} GPU(s) of capability {capability}, found {num_gpus()}")
+
+
+@pytest.fixture(autouse=True)
+def deadline() -> Iterator[None]:
+    """No test hangs: the main process is interrupted, and ``Pool`` keeps a deadline of its own."""
+
+    def late(signum: int, frame: object) -> None:
+        raise TimeoutError(f"the test took more than {TEST_DEADLINE_S} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(TEST_DEADLINE_S)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.fixture(scope="session")
+def pools() -> Iterator[dict[tuple[Target, int], Pool]]:
+    alive: dict[tuple[Target, int], Pool] = {}
+    yield alive
+    for pool in alive.values():
+        pool.close()
+
+
+@pytest.fixture
+def world(target: Target, pools: dict[tuple[Target, int], Pool]) -> Callable[[int], Pool]:
+    """``world(n)``: n ranks on the folder's target, kept from test to test."""
+    from tests.launch import Pool
+
+    def of(num_ranks: int) -> Pool:
+        pool = pools.get((target, num_ranks))
+        if pool is None or not pool.usable:
+            if pool is not None:
+                pool.kill()
+            pool = pools[target, num_ranks] = Pool(num_ranks, target)
+        return pool
+
+    return of
+
+
+@pytest.fixture
+def fresh_world(target: Target) -> Iterator[Callable[[int], Pool]]:
+    """``fresh_world(n)``: n ranks of the test's own, to break as it likes."""
+    from tests.launch import Pool
+
+    made: list[Pool] = []
+
+    def of(num_ranks: int) -> Pool:
+        made.append(Pool(num_ranks, target))
+        return made[-1]
+
+    yield of
+    for pool in made:
+        pool.kill()

@@ -1,0 +1,196 @@
+"""Rank processes that stay alive between tests, and what they answer.
+
+A server process imports torch once and forks the ranks, so that fresh ranks cost milliseconds: a
+test that breaks its group or kills a rank takes fresh ones, the others share a pool a world size.
+"""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map_only
+
+import hybrid_ep
+from hybrid_ep.launch import rank_device
+
+DEADLINE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the tests run on: a backend and the kind of device under it."""
+
+    backend: str
+    device: str  # "cpu" or "cuda"
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What a function on a rank gets first."""
+
+    rank: int
+    num_ranks: int
+    device: torch.device
+    backend: str
+
+    def buffer(self, group: Any = None, **arguments: Any) -> hybrid_ep.Buffer:
+        defaults = {"device": self.device, "backend": self.backend}
+        return hybrid_ep.Buffer(group, **{**defaults, **arguments})
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a function ended on a rank: one of the three is set, or none where it returned None."""
+
+    value: Any = None
+    error: str | None = None  # the traceback
+    exit_code: int | None = None
+
+
+class RankFailed(AssertionError):
+    """A rank raised or died; the text holds its traceback."""
+
+
+class Pool:
+    """Ranks that run one function after another, with a gloo group between them."""
+
+    def __init__(self, num_ranks: int, target: Target) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed", "hybrid_ep", "tests.launch"])
+        self._rendezvous = tempfile.TemporaryDirectory()
+        store = Path(self._rendezvous.name, "store")
+        self._connections: list[Connection] = []
+        self._processes = []
+        for rank in range(num_ranks):
+            mine, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(theirs, rank, num_ranks, target, str(store)), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(mine)
+            self._processes.append(process)
+        self.num_ranks = num_ranks
+        self.usable = True
+
+    def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list:
+        """``function(rank, *args)`` on every rank; what they return, in rank order.
+
+        The function must be importable. Tensors come back on the CPU.
+
+        Raises:
+            RankFailed: the first rank that raised, died or did not answer in time.
+        """
+        outcomes = self.outcomes(function, *args, deadline_s=deadline_s)
+        failed = [(r, o) for r, o in enumerate(outcomes) if o.error or o.exit_code is not None]
+        # others often fail because one did: what waited for a peer tells less
+        failed.sort(key=lambda failure: "PeerError" in (failure[1].error or ""))
+        for rank, outcome in failed:
+            reason = outcome.error or f"died with exit code {outcome.exit_code}"
+            raise RankFailed(f"rank {rank} of {self.num_ranks}: {reason}")
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S
+    ) -> list[Outcome]:
+        """How the function ended on each rank; after a failure the pool is not usable again."""
+        self.usable, usable = False, self.usable  # an interrupt leaves it so
+        request = _pack((function, args))
+        for connection in self._connections:
+            connection.send_bytes(request)
+        outcomes: dict[int, Outcome] = {}
+        deadline = time.monotonic() + deadline_s
+        while len(outcomes) < self.num_ranks:
+            waiting = {c: r for r, c in enumerate(self._connections) if r not in outcomes}
+            ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+            for connection in ready:
+                outcomes[waiting[connection]] = self._receive(waiting[connection])
+            if not ready:
+                late = Outcome(error=f"no answer within {deadline_s:g} s")
+                outcomes.update(dict.fromkeys(waiting.values(), late))
+                self.kill()
+        ended = [outcomes[rank] for rank in range(self.num_ranks)]
+        self.usable = usable and all(o.error is None and o.exit_code is None for o in ended)
+        return ended
+
+    def _receive(self, rank: int) -> Outcome:
+        try:
+            return _unpack(self._connections[rank].recv_bytes())
+        except (EOFError, ConnectionError):
+            self._processes[rank].join(timeout=10)
+            return Outcome(exit_code=self._processes[rank].exitcode)
+
+    def close(self, timeout_s: float = 20.0) -> list[int | None]:
+        """End the ranks as a program ends; their exit codes, None for one that had to be killed."""
+        for connection in self._connections:
+            connection.close()
+        deadline = time.monotonic() + timeout_s
+        for process in self._processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        codes = [process.exitcode for process in self._processes]
+        self.kill()
+        return codes
+
+    def kill(self) -> None:
+        self.usable = False
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._rendezvous.cleanup()
+
+
+def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, store: str) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    device = rank_device(rank, "cpu" if target.device == "cpu" else "auto")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )
+    me = Rank(rank, num_ranks, device, target.backend)
+    while True:
+        try:
+            function, args = _unpack(connection.recv_bytes())
+        except EOFError:
+            break
+        try:
+            outcome = Outcome(value=to_cpu(function(me, *args)))
+        except Exception:
+            outcome = Outcome(error=traceback.format_exc())
+        connection.send_bytes(_pack(outcome))
+    dist.destroy_process_group()
+
+
+def to_cpu(values: Any) -> Any:
+    """The same nest of lists, tuples and dicts with its tensors on the CPU."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), values)
+
+
+def _pack(value: Any) -> bytes:
+    """``torch.save``: plain pickle knows no fp8, multiprocessing's would share memory."""
+    packed = io.BytesIO()
+    torch.save(value, packed)
+    return packed.getvalue()
+
+
+def _unpack(packed: bytes) -> Any:
+    return torch.load(io.BytesIO(packed), weights_only=False)

@@ -1,0 +1,110 @@
+"""One dispatch, one combine, their gradients: what the ranks do with a case."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hybrid_ep
+from tests.cases import Case, Inputs
+from tests.launch import Rank
+
+
+def send(
+    me: Rank, buffer: hybrid_ep.Buffer, inputs: Inputs, **arguments: Any
+) -> hybrid_ep.Dispatched:
+    """``hybrid_ep.dispatch`` of inputs that were made on the CPU."""
+
+    def here(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor.to(me.device)
+
+    return hybrid_ep.dispatch(
+        buffer,
+        here(inputs.x),
+        here(inputs.topk_idx),
+        here(inputs.weights),
+        scales=here(inputs.scales),
+        **arguments,
+    )
+
+
+def poison_padding(rows: Tensor, out: hybrid_ep.Dispatched) -> Tensor:
+    """NaN in the rows that belong to no token: nothing may look at them."""
+    padding = torch.ones(rows.shape[0], dtype=torch.bool)
+    for begin, count in zip(out.offsets[:-1].tolist(), out.counts.tolist(), strict=True):
+        padding[begin : begin + count] = False
+    rows[padding] = float("nan")
+    return rows
+
+
+def dispatch(me: Rank, case: Case, max_rows: int | None) -> dict[str, Any]:
+    buffer = me.buffer(**case.sizes())
+    out = send(me, buffer, case.inputs(me.rank), max_rows=max_rows, align=case.align)
+    buffer.destroy()
+    return {
+        "rows": out.rows,
+        "weights": out.weights,
+        "scales": out.scales,
+        "counts": out.counts,
+        "offsets": out.offsets,
+        "required_rows": int(out.handle.required_rows),
+        "overflow": bool(out.handle.overflow),
+        "num_tokens": out.handle.num_tokens,
+    }
+
+
+def combine(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
+    buffer = me.buffer(**case.sizes())
+    out = send(me, buffer, case.inputs(me.rank), max_rows=max_rows, align=case.align)
+    num_rows = out.rows.shape[0]
+    rows = poison_padding(case.values(me.rank, "rows", num_rows), out).to(me.device)
+    weights = row_weights(case, me.rank, num_rows).to(me.device)
+    results = {
+        "plain": hybrid_ep.combine(buffer, rows, out.handle),
+        "weighted": hybrid_ep.combine(buffer, rows, out.handle, weights=weights),
+    }
+    buffer.destroy()
+    return results
+
+
+def gradients(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
+    buffer = me.buffer(**case.sizes())
+    inputs = case.inputs(me.rank)
+    tokens = inputs.x.shape[0]
+    x = case.values(me.rank, "x", tokens).to(me.device).requires_grad_()
+    topk_weights = inputs.weights.to(me.device).requires_grad_()
+    out = hybrid_ep.dispatch(
+        buffer,
+        x,
+        inputs.topk_idx.to(me.device),
+        topk_weights,
+        max_rows=max_rows,
+        align=case.align,
+    )
+    num_rows = out.rows.shape[0]
+    grad_rows = poison_padding(case.values(me.rank, "grad rows", num_rows), out).to(me.device)
+    grad_weights = poison_padding(row_weights(case, me.rank, num_rows), out).to(me.device)
+    torch.autograd.backward([out.rows, out.weights], [grad_rows, grad_weights])
+
+    rows = poison_padding(case.values(me.rank, "rows", num_rows), out).to(me.device)
+    rows.requires_grad_()
+    weights = out.weights.detach().requires_grad_()
+    plain = hybrid_ep.combine(buffer, rows, out.handle)
+    weighted = hybrid_ep.combine(buffer, rows, out.handle, weights=weights)
+    grad_y = case.values(me.rank, "grad y", tokens).to(me.device)
+    (grad_plain,) = torch.autograd.grad(plain, rows, grad_y)
+    grad_weighted, grad_row_weights = torch.autograd.grad(weighted, (rows, weights), grad_y)
+    buffer.destroy()
+    return {
+        "x": x.grad,
+        "topk_weights": topk_weights.grad,
+        "rows": grad_plain,
+        "weighted rows": grad_weighted,
+        "row weights": grad_row_weights,
+    }
+
+
+def row_weights(case: Case, rank: int, num_rows: int) -> Tensor:
+    return torch.rand(num_rows, generator=case.generator(rank, "row weights"))
