@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.launch import Pool, Target
+    from tests.launch import Pool, Rank, Target
 
 TEST_DEADLINE_S = 120
 MIN_CAPABILITY = (9, 0)
@@ -84,6 +84,15 @@ def world(target: Target, pools: dict[tuple[Target, int], Pool]) -> Callable[[in
         return pool
 
     return of
+
+
+@pytest.fixture
+def alone(target: Target) -> Rank:
+    """A world of one rank in this process, without ``torch.distributed``."""
+    from tests.launch import Rank, rank_device
+
+    device = rank_device(0, "cpu" if target.device == "cpu" else "auto")
+    return Rank(0, 1, device, target.backend)
 
 
 @pytest.fixture
