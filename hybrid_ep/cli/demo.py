@@ -57,6 +57,8 @@ class Report:
     """What rank 0 saw; ``--json`` writes it.
 
     Attributes:
+        failure: why there was no training at all, empty otherwise.
+        device: name of rank 0's.
         layer_error: largest difference between the distributed layer and plain arithmetic, relative
             to the largest value; over outputs and all gradients.
         layer_tolerance: what is allowed.
@@ -69,6 +71,7 @@ class Report:
         expert_load: ``[steps][layers][experts]``, rows of the expert over the mean of all experts.
     """
 
+    failure: str = ""
     backend: str = ""
     why: str = ""
     device: str = ""
@@ -100,15 +103,17 @@ def run(args: argparse.Namespace) -> int:
     standard_library_files()  # their absence should show before any process starts
     began = time.monotonic()
     print(
-        f"{num_ranks} ranks, {LAYERS} layers of {NUM_EXPERTS} experts, top-{TOPK}, hidden {HIDDEN},"
-        f" {BATCH} x {SEQUENCE} bytes a step; starting the ranks",
+        f"{ranks(num_ranks)}, {LAYERS} layers of {NUM_EXPERTS} experts, top-{TOPK}, hidden "
+        f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes a step; starting them",
         flush=True,
     )
     try:
         settings = Settings(args.backend, args.steps)
         report = run_ranks(train, num_ranks, settings, device=args.device, timeout_s=600)[0]
     except RuntimeError as error:
-        print(f"hybrid-ep demo: {error}", file=sys.stderr)
+        report = Report(failure=str(error))
+    if report.failure:
+        print(f"hybrid-ep demo: {report.failure}", file=sys.stderr)
         return 1
     if args.json:
         args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
@@ -150,23 +155,27 @@ def train(device: torch.device, settings: Settings) -> Report:
     _be_deterministic(device)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     payload = torch.bfloat16 if device.type == "cuda" else torch.float32
-    buffer = Buffer(
-        hidden=HIDDEN,
-        num_experts=NUM_EXPERTS,
-        max_tokens=BATCH // num_ranks * SEQUENCE,
-        topk=TOPK,
-        dtype=payload,
-        device=device,
-        backend=settings.backend,
-    )
+    try:
+        buffer = Buffer(
+            hidden=HIDDEN,
+            num_experts=NUM_EXPERTS,
+            max_tokens=BATCH // num_ranks * SEQUENCE,
+            topk=TOPK,
+            dtype=payload,
+            device=device,
+            backend=settings.backend,
+        )
+    except RuntimeError as error:  # on all ranks: what the backend lacks, without a traceback
+        return Report(failure=str(error))
     clock = buffer._backend = CommunicationClock(buffer.verbs, device)
-    report = Report(buffer.backend, buffer.backend_reason, str(device), num_ranks)
+    name = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+    report = Report("", buffer.backend, buffer.backend_reason, name, num_ranks)
     say = print if rank == 0 else _say_nothing
 
     report.layer_tolerance = 2e-2 if payload == torch.bfloat16 else 1e-4
     report.layer_error = compare_with_one_process(buffer, payload)
     equal = report.layer_error <= report.layer_tolerance
-    say(f"{report.backend} backend on {device.type}, because {report.why}")
+    say(f"{report.backend} backend on {report.device}, because {report.why}")
     say(
         f"the distributed layer {'equals' if equal else 'DIFFERS FROM'} the same layer on one "
         f"process: outputs and gradients within {report.layer_error:.1e} "
@@ -519,6 +528,11 @@ class Progress:
             print(f"step {step:4}/{self._steps}  {text}", flush=True)
 
 
+def ranks(count: int) -> str:
+    """The count with its noun."""
+    return f"{count} rank" if count == 1 else f"{count} ranks"
+
+
 def comm_share(report: Report) -> float:
     """Share of the steps' time in dispatch and combine, without the first step, which warms up."""
     begin = 1 if len(report.step_seconds) > 1 else 0
@@ -562,7 +576,7 @@ def summary(report: Report, seconds: float) -> str:
         f"{len(report.losses)} steps of {step_ms:.0f} ms, held-out text {report.valid[-1][1]:.3f} "
         f"bits/byte (byte frequencies alone: {report.unigram:.3f}), "
         f"{100 * comm_share(report):.0f}% of the time in dispatch and combine; {report.backend} "
-        f"backend, {report.num_ranks} ranks on {report.device.split(':')[0]}, {seconds:.0f} s"
+        f"backend, {ranks(report.num_ranks)} on {report.device}, {seconds:.0f} s"
     )
 
 
@@ -604,7 +618,7 @@ def plot(report: Report, path: Path) -> None:
     right.set(xlabel="step", ylabel=f"{NUM_EXPERTS} experts a layer", title="Load of the experts")
     figure.colorbar(image, ax=right, extend="max", label="tokens, over the mean of the experts")
     figure.suptitle(
-        f"hybrid_ep demo: {report.num_ranks} ranks on {report.device.split(':')[0]}, "
+        f"hybrid_ep demo: {ranks(report.num_ranks)} on {report.device}, "
         f"{report.backend} backend, {100 * comm_share(report):.0f}% of the time in dispatch and "
         "combine"
     )

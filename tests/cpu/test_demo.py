@@ -28,7 +28,9 @@ def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
     lines = capfd.readouterr().out.strip().splitlines()
     assert any("equals the same layer on one process" in line for line in lines)
-    assert lines[-1].startswith("demo: loss 5.5") and "torch backend, 2 ranks on cpu" in lines[-1]
+    assert (
+        lines[-1].startswith("demo: loss 5.5") and "torch backend, 2 ranks on the CPU" in lines[-1]
+    )
     report = json.loads((tmp_path / "demo.json").read_text())
     assert report["backend"] == "torch" and report["layer_error"] < 1e-4
     assert len(report["losses"]) == len(report["step_seconds"]) == 8
