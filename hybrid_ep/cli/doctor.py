@@ -45,7 +45,7 @@ ENVIRONMENT = (
 )
 PREFIXES = ("HYBRID_EP_", "NVSHMEM_", "NCCL_", "GLOO_")
 
-# GPU memory that another process opens by CUDA IPC, and what a network card needs to reach it.
+# Whether the driver can hand GPU memory to a network card without the nvidia_peermem module.
 _DMA_BUF_SUPPORTED = 124  # CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED
 
 

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybrid_ep import plan as plans
+from hybrid_ep.config import Config
 from hybrid_ep.plan import Phase, Plan, Traffic, make_plan
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
@@ -39,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
     rates.add_argument("--network-gbs", type=float, default=plans.NETWORK_GBS, metavar="GB/S")
-    rates.add_argument("--sms", type=int, default=32, help="SMs that a phase runs on (default 32)")
+    rates.add_argument("--sms", type=int, default=Config.num_sms_dispatch, help="SMs of a phase")
     parser.add_argument(
         "--json",
         nargs="?",
