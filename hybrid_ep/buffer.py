@@ -362,7 +362,7 @@ class Buffer:
 
 def find_buffer(buffer_id: int) -> Buffer:
     """The Buffer behind an op's ``buffer_id``."""
-    buffer = _buffers.get(buffer_id)
+    buffer = _buffers.get(int(buffer_id))  # a SymInt where shapes are dynamic
     if buffer is None:
         raise RuntimeError(f"hybrid_ep.Buffer {buffer_id} no longer exists")
     return buffer
