@@ -20,7 +20,7 @@ class Config:
         timeout_s: seconds that a rank waits for a peer before it raises ``PeerError``.
 
     Raises:
-        ValueError: a number of SMs below 1, a slice out of range, or a timeout that is not positive.
+        ValueError: a number of SMs, a slice or a timeout that is out of range.
     """
 
     num_sms_publish: int = 32

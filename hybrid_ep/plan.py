@@ -56,10 +56,10 @@ def symmetric_regions(
     ranks, tokens = ranks_per_node, max_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
-    experts = round_up(tokens * topk * 2, 128)  # int16
+    experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
     regions = {
-        "outbox": 2 * tokens * record,
+        "outbox": 2 * tokens * round_up(record, 128),  # each record begins a cache line
         "routing_inbox": 2 * ranks * (experts + chunk_counts),
         "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
         "value_inbox": tokens * topk * 4,
@@ -76,13 +76,22 @@ def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> 
 def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, topk: int) -> int:
     """Bytes of a live handle's layout on the nvlink backend: the worst case, whatever the routing.
 
-    Per possible copy 16 bytes, per possible row 4, per token 4 + K, and the header.
+    In int32 words: a header, each source's first copy, counts and offsets, 4 per possible copy, 1
+    per possible row, and per token a byte for its ranks and one per slot. Sections are padded to 4.
     """
-    num_chunks = -(-max_tokens // CHUNK_TOKENS)
     copies = num_ranks * max_tokens
-    rows = copies * min(topk, num_local_experts)
-    header = 4 * (num_ranks * num_chunks + 1 + 64)
-    return 16 * copies + 4 * rows + (4 + topk) * max_tokens + header
+    words = 16
+    for section in (
+        num_ranks + 1,
+        num_local_experts,
+        num_local_experts + 1,
+        4 * copies,
+        copies * min(topk, num_local_experts),
+        -(-max_tokens // 4),
+        -(-max_tokens * topk // 4),
+    ):
+        words = round_up(words + section, 4)
+    return 4 * words
 
 
 @dataclass(frozen=True)

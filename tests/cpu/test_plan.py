@@ -10,7 +10,7 @@ import torch
 
 import hybrid_ep
 from hybrid_ep.cli import plan as command
-from hybrid_ep.plan import Plan, make_plan, symmetric_regions, worst_rows
+from hybrid_ep.plan import Plan, handle_bytes, make_plan, symmetric_regions, worst_rows
 
 EP64 = {
     "num_ranks": 64,
@@ -32,7 +32,7 @@ def small(**changes: object) -> Plan:
 
 def test_the_example_of_the_design() -> None:
     plan = make_plan(**EP64)
-    assert plan.regions["outbox"] == 2 * 4096 * (14336 + 32)
+    assert plan.regions["outbox"] == 2 * 4096 * (14336 + 128)
     assert plan.regions["outbox"] / 1e9 == pytest.approx(0.12, abs=0.005)
     assert plan.regions["inbox"] / 1e9 == pytest.approx(0.47, abs=0.005)
     assert plan.push_bytes / 1e9 == pytest.approx(3.75, abs=0.01)
@@ -50,12 +50,34 @@ def test_regions_of_odd_sizes() -> None:
         scale_bytes=5,
     )
     assert regions == {
-        "outbox": 20864,  # 2 * 130 * (48 + 16 + 16) = 20800, padded
-        "routing_inbox": 6144,  # 2 * 3 * (round_up(780) + round_up(24)) = 6 * (896 + 128)
+        "outbox": 33280,  # 2 * 130 records of 48 + 16 + 16, each padded to 128
+        "routing_inbox": 9984,  # 2 * 3 * (round_up(256 * 3 * 2) + round_up(24)) = 6 * (1536 + 128)
         "inbox": 37504,  # 130 * 3 * 96 = 37440, padded
         "value_inbox": 1664,  # 130 * 3 * 4 = 1560, padded
         "flags": 22528,  # 3 * 3 * 256 * 8 + 4096
     }
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 4096])
+@pytest.mark.parametrize(("ranks", "experts_per_rank", "topk"), [(1, 3, 1), (3, 5, 7), (64, 4, 8)])
+def test_sizes_are_those_of_the_extension(tokens, ranks, experts_per_rank, topk) -> None:
+    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    experts, hidden = ranks * experts_per_rank, 2880
+    regions = symmetric_regions(
+        ranks_per_node=ranks,
+        num_local_experts=experts_per_rank,
+        max_tokens=tokens,
+        hidden=hidden,
+        topk=topk,
+        itemsize=2,
+        scale_bytes=40,
+    )
+    built = extension.symmetric_bytes(ranks, experts, tokens, topk, 2 * hidden + 48, 2 * hidden)
+    assert sum(regions.values()) == built
+    handle = handle_bytes(
+        num_ranks=ranks, num_local_experts=experts_per_rank, max_tokens=tokens, topk=topk
+    )
+    assert handle == 4 * extension.handle_words(ranks, experts, tokens, topk)
 
 
 def test_symmetric_memory_barely_grows_with_ranks() -> None:
