@@ -1,0 +1,31 @@
+"""With max_rows a CUDA graph holds dispatch and combine, and each replay routes anew."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import oracle
+from tests.cases import Case
+from tests.ranks import graphs
+
+CASE = Case("graph", tokens=(64, 50, 33), topk=4, hidden=512, dtype=torch.float16)
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2, 3))
+def test_replay_with_new_routing(world, num_ranks):
+    case = CASE.on(num_ranks)
+    seeds = [1, 2, 3]
+    results = world(num_ranks).run(graphs.replay, case, seeds)
+    for place, seed in enumerate(seeds):
+        for rank, want in enumerate(oracle.dispatch(replace(case, seed=seed))):
+            got = results[rank][place]
+            rows = len(want.rows)
+            assert torch.equal(got["counts"], want.counts)
+            assert torch.equal(got["rows"][:rows].view(torch.int16), want.rows.view(torch.int16))
+            assert not got["rows"][rows:].any()
+
+
+def test_exact_size_cannot_be_captured(world):
+    for text in world(1).run(graphs.capture_exact, CASE.on(1)):
+        assert "max_rows" in text

@@ -1,0 +1,64 @@
+"""Dispatch and combine inside a CUDA graph, replayed with new routing in the same tensors."""
+
+from __future__ import annotations
+
+import torch
+
+import hybrid_ep
+from tests.cases import Case
+from tests.launch import Rank
+
+
+def replay(me: Rank, case: Case, seeds: list[int]) -> list[dict[str, torch.Tensor]]:
+    """What comes out of the captured calls for the inputs of each seed."""
+    from dataclasses import replace
+
+    buffer = me.buffer(**case.sizes())
+    rounds = [replace(case, seed=seed).inputs(me.rank) for seed in seeds]
+    x, topk_idx, weights = (
+        getattr(rounds[0], name).to(me.device) for name in ("x", "topk_idx", "weights")
+    )
+    max_rows = me.num_ranks * buffer.max_tokens * buffer.topk
+
+    def step() -> dict[str, torch.Tensor]:
+        out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, max_rows=max_rows)
+        y = hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights)
+        return {"rows": out.rows, "weights": out.weights, "counts": out.counts, "y": y}
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+
+    results = []
+    for inputs in rounds:
+        x.copy_(inputs.x)
+        topk_idx.copy_(inputs.topk_idx)
+        weights.copy_(inputs.weights)
+        graph.replay()
+        eager = step()  # calls outside the graph go on in between
+        for name, tensor in captured.items():
+            assert torch.equal(tensor, eager[name]), f"{name} of the replay differs from eager's"
+        results.append({name: tensor.cpu() for name, tensor in captured.items()})
+    torch.cuda.synchronize()
+    buffer.check()
+    buffer.destroy()
+    return results
+
+
+def capture_exact(me: Rank, case: Case) -> str:
+    """The message of the error that an exact dispatch raises while a graph is captured."""
+    buffer = me.buffer(**case.sizes())
+    inputs = case.inputs(me.rank)
+    x, topk_idx = inputs.x.to(me.device), inputs.topk_idx.to(me.device)
+    try:
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            hybrid_ep.dispatch(buffer, x, topk_idx)
+    except ValueError as error:
+        return str(error)
+    return ""

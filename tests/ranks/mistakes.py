@@ -1,0 +1,182 @@
+"""Calls that must raise, and what a Buffer is good for afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import hybrid_ep
+from tests.cases import Case
+from tests.launch import Rank
+from tests.ranks.verbs import send
+
+CASE = Case("mistakes", tokens=(6, 4), topk=3, num_scales=2)
+
+
+class Call:
+    """Good arguments of every call, for a mistake to change."""
+
+    def __init__(self, me: Rank) -> None:
+        self.me = me
+        self.buffer = me.buffer(**CASE.sizes())
+        inputs = CASE.inputs(me.rank)
+        self.x = inputs.x.to(me.device)
+        self.topk_idx = inputs.topk_idx.to(me.device)
+        self.weights = inputs.weights.to(me.device)
+        self.scales = inputs.scales.to(me.device)
+        self.sent = send(me, self.buffer, inputs)
+        self.handle = self.sent.handle
+        self.rows = torch.zeros_like(self.sent.rows)
+
+    def dispatch(self, x=None, topk_idx=None, weights=None, **others: Any) -> Any:
+        x = self.x if x is None else x
+        topk_idx = self.topk_idx if topk_idx is None else topk_idx
+        return hybrid_ep.dispatch(self.buffer, x, topk_idx, weights, **others)
+
+    def combine(self, rows=None, handle=None, **others: Any) -> Any:
+        rows = self.rows if rows is None else rows
+        return hybrid_ep.combine(self.buffer, rows, handle or self.handle, **others)
+
+    def other_handle(self) -> hybrid_ep.Handle:
+        """A handle of a Buffer of other sizes."""
+        bigger = Rank(0, 1, self.me.device, self.me.backend).buffer  # built by this rank alone
+        del bigger
+        layout = self.handle.layout.new_zeros(self.handle.layout.numel() + 1)
+        return hybrid_ep.Handle(
+            layout,
+            self.handle.counts,
+            self.handle.offsets,
+            self.handle.required_rows,
+            self.handle.num_tokens,
+            self.handle.num_rows,
+            None,
+        )
+
+
+def mistake(me: Rank, bad_call: Callable[[Call], Any]) -> str:
+    """Rank 0 alone makes a bad call; then all go on. What it raised, if a ValueError."""
+    call = Call(me)
+    text = ""
+    if me.rank == 0:
+        try:
+            bad_call(call)
+        except ValueError as error:
+            text = str(error)
+    call.combine()  # nothing was sent, so the ranks are still in step
+    call.dispatch()
+    call.buffer.destroy()
+    return text
+
+
+def disagree(me: Rank, by_rank: list[dict[str, Any]]) -> str:
+    """What building a Buffer with these arguments raises, if a ValueError."""
+    try:
+        me.buffer(**{**CASE.sizes(), **by_rank[me.rank]})
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+# ---- faults
+
+
+def route(call: Call) -> None:
+    call.dispatch()
+
+
+def dispatch(call: Call) -> None:
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle)
+
+
+def combine(call: Call) -> None:
+    call.combine()
+
+
+def dispatch_of_wider_rows(call: Call) -> None:
+    wider = torch.zeros((len(call.x), CASE.hidden), dtype=torch.float32, device=call.me.device)
+    hybrid_ep.dispatch(call.buffer, wider, handle=call.handle)
+
+
+def dispatch_with_weights(call: Call) -> None:
+    hybrid_ep.dispatch(call.buffer, call.x, topk_weights=call.weights, handle=call.handle)
+
+
+def stay_away(call: Call) -> None:
+    pass
+
+
+def die(call: Call) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def come_late(call: Call) -> None:
+    time.sleep(0.5)
+    call.combine()
+
+
+def too_many_tokens(call: Call) -> None:
+    """Of T above max_tokens on one rank the ValueError goes to its caller."""
+    many = call.x.new_zeros((CASE.sizes()["max_tokens"] + 1, CASE.hidden))
+    topk_idx = torch.zeros((len(many), CASE.num_slots), dtype=torch.int64, device=many.device)
+    try:
+        call.dispatch(many, topk_idx)
+    except ValueError as error:
+        assert "max_tokens" in str(error)
+    else:
+        raise AssertionError("accepted")
+
+
+def fault(
+    me: Rank,
+    theirs: Callable[[Call], None],
+    last: Callable[[Call], None],
+    sizes: dict[str, Any],
+) -> dict[str, Any]:
+    """The last rank calls ``last``, the others ``theirs``; how that ended here."""
+    call = Call(me)
+    call.buffer.destroy()
+    call.buffer = me.buffer(**{**CASE.sizes(), **sizes})
+    call.sent = send(me, call.buffer, CASE.inputs(me.rank))
+    call.handle = call.sent.handle
+    function = last if me.rank == me.num_ranks - 1 else theirs
+    try:
+        function(call)
+        if me.device.type == "cuda":  # there the host need not have waited for the call
+            torch.cuda.synchronize()
+        call.buffer.check()
+    except hybrid_ep.PeerError as error:
+        seen = {"error": str(error), "rank": error.rank, "peer": error.peer}
+        seen |= {"phase": error.phase, "call": error.call}
+        seen["again"] = [_raised(call.combine), _raised(call.dispatch), _raised(call.buffer.check)]
+    else:
+        seen = {"error": None}
+    call.buffer.destroy()
+    call.buffer.destroy()
+    seen["destroyed"] = _raised(call.dispatch)
+    return seen
+
+
+def _raised(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def expert_out_of_range(me: Rank) -> str:
+    """What a dispatch raises whose topk_idx, on the GPU, names an expert that does not exist."""
+    call = Call(me)
+    topk_idx = CASE.inputs(me.rank).topk_idx.to(me.device)
+    topk_idx[3, 1] = CASE.num_experts
+    try:
+        call.dispatch(call.x, topk_idx)
+        call.buffer.check()
+    except ValueError as error:
+        return str(error)
+    return ""
