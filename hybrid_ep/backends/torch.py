@@ -241,7 +241,7 @@ class _HostOutbox:
         return everybody
 
 
-def _map_together(exchange: _Exchange, num_bytes: int, call: int) -> mmap | None:
+def _map_together(exchange: _Exchange, num_bytes: int, phase: str, call: int) -> mmap | None:
     """Memory that all ranks share, or None (on all of them) where they are not on one host.
 
     Rank 0 makes it without a name in any file system, so nothing is left behind; the others open it
@@ -258,12 +258,12 @@ def _map_together(exchange: _Exchange, num_bytes: int, call: int) -> mmap | None
         ticket = torch.tensor([os.getpid(), mine, nonce])
     sends = [[ticket] if rank == 0 else [] for _ in range(ranks)]
     recvs = [[ticket] if peer == 0 else [] for peer in range(ranks)]
-    exchange(sends, recvs, phase="dispatch", call=call)
+    exchange(sends, recvs, phase=phase, call=call)
 
     mapped = _map_ticket(*ticket.tolist(), num_bytes)
     told = torch.full((ranks, 1), int(mapped is not None), dtype=torch.int64)
     heard = told.clone()
-    exchange([[row] for row in told], [[row] for row in heard], phase="dispatch", call=call)
+    exchange([[row] for row in told], [[row] for row in heard], phase=phase, call=call)
     if mine >= 0:
         os.close(mine)
     return mapped if bool(heard.all()) else None
@@ -338,21 +338,29 @@ class TorchBackend:
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
         ranks, topk = self._topology.num_ranks, self._topk
-        experts, positions = _distinct_experts(topk_idx.long())
+        experts, positions = _distinct_experts(topk_idx)
         # copies: the token once for each rank that has one of its experts
         present = _one_hot_any(experts, self._num_local_experts, ranks)  # [T, R]
         send_counts = present.sum(dim=0)
         peer_of_copy, send_tokens = present.t().nonzero(as_tuple=True)
 
+        outbox = self._outbox_for("route", (topk * experts.element_size(),))
+        if outbox is not None:
+            unused = self._max_tokens - experts.shape[0]
+            everybody = torch.nn.functional.pad(experts, (0, 0, 0, unused), value=-1)
+            everybody = outbox.publish([_as_words(everybody)], self._call)[0].view(experts.dtype)
         recv_counts = torch.empty_like(send_counts)
         self._agree("route", (topk,), send_counts, recv_counts)
         sent, received = send_counts.tolist(), recv_counts.tolist()
-        numbers = torch.arange(topk_idx.shape[0], device=self._device)
-        numbers += self._topology.rank * self._max_tokens
-        copies = self._exchange_rows(
-            torch.cat([experts, numbers.unsqueeze(1)], dim=1), send_tokens, sent, received, "route"
-        )
-        copies, sources = copies[:, :topk], copies[:, topk]
+        if outbox is None:
+            numbers = torch.arange(experts.shape[0], dtype=experts.dtype, device=self._device)
+            numbers += self._topology.rank * self._max_tokens
+            outgoing = torch.cat([experts, numbers.unsqueeze(1)], dim=1)
+            copies = self._exchange_rows(outgoing, send_tokens, sent, received, "route")
+            copies, sources = copies[:, :topk], copies[:, topk]
+        else:
+            sources = self._is_mine(everybody).any(dim=1).nonzero().squeeze(1)
+            copies = everybody.index_select(0, sources)
 
         copy_rows, counts, offsets, required = self._assign_rows(copies, max_rows, align)
         home_copies = _home_copies(present, peer_of_copy, send_tokens, min(topk, ranks))
@@ -379,11 +387,8 @@ class TorchBackend:
         self, copies: Tensor, max_rows: int | None, align: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """Rows ordered by (local expert, source rank, source token), the last two as copies are."""
-        first = self._topology.rank * self._num_local_experts
-        local = copies - first  # [C, K]
-        mine = (local >= 0) & (local < self._num_local_experts)
-        copy, place = mine.nonzero(as_tuple=True)
-        expert = local[copy, place]
+        slot = self._is_mine(copies).flatten().nonzero().squeeze(1)  # copy * K + place
+        expert = copies.flatten()[slot] - self._topology.rank * self._num_local_experts
         counts = torch.bincount(expert, minlength=self._num_local_experts)
         ends = counts.add(align - 1).div(align, rounding_mode="floor").mul(align).cumsum(0)
         offsets = torch.cat([ends.new_zeros(1), ends])
@@ -392,7 +397,7 @@ class TorchBackend:
         order = torch.argsort(expert, stable=True)
         unpadded = counts.cumsum(0) - counts
         row = torch.empty_like(expert)
-        row[order] = torch.arange(expert.numel(), device=self._device)
+        row[order] = torch.arange(expert.numel(), dtype=row.dtype, device=self._device)
         row += (offsets[:-1] - unpadded)[expert]
         if max_rows is not None and required > max_rows:
             # rows beyond the bound are dropped: the last experts lose theirs first
@@ -401,8 +406,12 @@ class TorchBackend:
             counts = torch.minimum(counts, kept)
             offsets = offsets.clamp(max=max_rows)
         copy_rows = torch.full_like(copies, -1)
-        copy_rows[copy, place] = row
+        copy_rows.view(-1)[slot] = row
         return copy_rows, counts, offsets, required
+
+    def _is_mine(self, experts: Tensor) -> Tensor:
+        first = self._topology.rank * self._num_local_experts
+        return (experts >= first) & (experts < first + self._num_local_experts)
 
     # ---- dispatch
 
@@ -420,15 +429,17 @@ class TorchBackend:
         by_place = None if weights is None else _sum_slots(weights, parts.positions)
         payloads = [None if t is None else _as_words(t) for t in (x, scales, by_place)]
         widths = tuple(0 if p is None else p.shape[1] * p.element_size() for p in payloads)
-        outbox = self._outbox_for(widths)
+        outbox = self._outbox_for("dispatch", widths)
         if outbox is not None:
             published = outbox.publish(payloads, self._call)
         self._agree("dispatch", widths)
 
-        copy, place = (parts.copy_rows >= 0).nonzero(as_tuple=True)
-        row = parts.copy_rows[copy, place].long()
-        place_of_row = torch.zeros(num_rows, dtype=torch.long, device=self._device)
-        place_of_row[row] = copy if outbox is None else parts.sources[copy].long()
+        copy_rows = parts.copy_rows.flatten()
+        slot = (copy_rows >= 0).nonzero().squeeze(1)  # copy * K + place
+        row = copy_rows[slot].long()
+        copy = slot // self._topk
+        source_of_row = torch.zeros(num_rows, dtype=torch.long, device=self._device)
+        source_of_row[row] = copy if outbox is None else parts.sources[copy].long()
         padding = None
         if row.numel() < num_rows:
             padding = torch.ones(num_rows, dtype=torch.bool, device=self._device)
@@ -442,7 +453,7 @@ class TorchBackend:
             if source.shape[0] == 0:
                 words.zero_()
             else:
-                torch.index_select(source, 0, place_of_row, out=words)
+                torch.index_select(source, 0, source_of_row, out=words)
                 if padding is not None:
                     words.index_fill_(0, padding, 0)
             return words.view(like.dtype).view(num_rows, like.shape[1])
@@ -453,16 +464,16 @@ class TorchBackend:
             return rows, None, moved_scales
         by_place = published[2].view(weights.dtype)
         row_weights = weights.new_zeros(num_rows)
-        row_weights[row] = by_place[place_of_row[row], place]
+        row_weights[row] = by_place[source_of_row[row], slot % self._topk]
         return rows, row_weights, moved_scales
 
-    def _outbox_for(self, widths: tuple[int, ...]) -> _HostOutbox | None:
+    def _outbox_for(self, phase: str, widths: tuple[int, ...]) -> _HostOutbox | None:
         """The shared outbox with room for such tokens, made anew for wider ones; or None."""
         needed = sum(widths)
         if self._may_share and (self._outbox is None or self._outbox.token_bytes < needed):
-            self._agree("dispatch", widths)  # so that all ranks are here
+            self._agree(phase, widths)  # so that all ranks are here
             size = _HostOutbox.size(self._topology, self._max_tokens, needed)
-            mapped = _map_together(self._exchange, size, self._call)
+            mapped = _map_together(self._exchange, size, phase, self._call)
             self._may_share = mapped is not None
             self._outbox = mapped and _HostOutbox(mapped, self._topology, self._max_tokens, needed)
         return self._outbox
@@ -588,25 +599,25 @@ class TorchBackend:
 
 def _distinct_experts(topk_idx: Tensor) -> tuple[Tensor, Tensor]:
     """Each token's distinct experts in ascending order, then -1; and slot -> place among them."""
-    big = torch.iinfo(torch.long).max
-    ordered, slot = torch.where(topk_idx < 0, big, topk_idx).sort(dim=1, stable=True)
+    topk, big = topk_idx.shape[1], torch.iinfo(torch.int32).max
+    ordered, slot = torch.where(topk_idx < 0, big, topk_idx.int()).sort(dim=1, stable=True)
     valid = ordered != big
     new = valid.clone()
     new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    place = torch.where(valid, new.long().cumsum(1) - 1, -1)
+    place = torch.where(valid, new.cumsum(1) - 1, -1)
     positions = torch.empty_like(place).scatter_(1, slot, place)
-    experts = torch.full_like(topk_idx, -1)
-    token, column = new.nonzero(as_tuple=True)
-    experts[token, place[token, column]] = ordered[token, column]
-    return experts, positions
+    # slots without expert write to a column of their own, which is cut off
+    experts = torch.full((topk_idx.shape[0], topk + 1), -1, dtype=torch.int32, device=place.device)
+    experts.scatter_(1, torch.where(valid, place, topk), ordered)
+    return experts[:, :topk].contiguous(), positions
 
 
 def _one_hot_any(experts: Tensor, num_local_experts: int, num_ranks: int) -> Tensor:
     """Bool ``[T, R]``: does token t have an expert on rank r?"""
-    token, place = (experts >= 0).nonzero(as_tuple=True)
-    present = torch.zeros((experts.shape[0], num_ranks), dtype=torch.bool, device=experts.device)
-    present[token, experts[token, place] // num_local_experts] = True
-    return present
+    shape = (experts.shape[0], num_ranks + 1)  # the last column stands for "no expert"
+    rank = torch.where(experts >= 0, experts // num_local_experts, num_ranks)
+    present = torch.zeros(shape, dtype=torch.bool, device=experts.device)
+    return present.scatter_(1, rank.long(), True)[:, :num_ranks]
 
 
 def _home_copies(present: Tensor, peer: Tensor, token: Tensor, fanout: int) -> Tensor:
@@ -661,4 +672,7 @@ def _as_words(tensor: Tensor) -> Tensor:
     width = tensor.shape[1] * tensor.element_size()
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     size = next(size for size in words if width % size == 0)
-    return tensor.contiguous().view(words[size])
+    flat = tensor.reshape(-1)  # the one row of a wider tensor is contiguous and keeps its stride
+    if flat.storage_offset() * flat.element_size() % size:
+        flat = flat.clone()
+    return flat.view(words[size]).view(tensor.shape[0], width // size)
