@@ -155,8 +155,7 @@ void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t we
 }
 
 void Runtime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales,
-                   int scale_bytes, int64_t num_rows, bool has_padding, uintptr_t words,
-                   uintptr_t stream) {
+                   int scale_bytes, int64_t num_rows, uintptr_t words, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::PullRowsParams p{};
     p.context = context();
@@ -165,7 +164,6 @@ void Runtime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t s
     p.scales = at<char>(scales);
     p.weights = at<float>(weights);
     p.num_rows = num_rows;
-    p.has_padding = has_padding;
     p.num_publish_blocks = config_.num_sms_publish;
     p.num_blocks = config_.num_sms_dispatch;
     p.max_slice_bytes = config_.slice_bytes;
@@ -200,7 +198,7 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     kernels::launch_sum_at_home(home, to_stream(stream));
 }
 
-std::optional<int64_t> Runtime::required_rows(uint64_t ticket) const {
+std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream) const {
     const auto* mail = &mail_[ticket % kMailSlots];
     const auto start = std::chrono::steady_clock::now();
     // the kernels keep the deadline; this one is for a GPU that makes no progress at all
@@ -209,6 +207,10 @@ std::optional<int64_t> Runtime::required_rows(uint64_t ticket) const {
         if (polls % 1024 != 0) continue;
         if (fault()) return std::nullopt;
         if (std::chrono::steady_clock::now() - start > patience) return std::nullopt;
+        if (polls % (1 << 16) == 0) {
+            cudaError_t error = cudaStreamQuery(to_stream(stream));
+            if (error != cudaErrorNotReady) check_cuda(error, "the kernels of a dispatch");
+        }
         std::this_thread::yield();
     }
     return mail->required_rows;

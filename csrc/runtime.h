@@ -51,15 +51,15 @@ class Runtime {
                  int num_tokens, uintptr_t words, uintptr_t stream);
 
     void pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales, int scale_bytes,
-              int64_t num_rows, bool has_padding, uintptr_t words, uintptr_t stream);
+              int64_t num_rows, uintptr_t words, uintptr_t stream);
 
     void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
                  uintptr_t stream);
 
-    // Blocks the host until the mail of `ticket` is there; nothing if a fault came first or the
-    // deadline passed.
-    std::optional<int64_t> required_rows(uint64_t ticket) const;
+    // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
+    // came first or the deadline passed. Throws what CUDA says if the kernels failed.
+    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;
     std::optional<FaultReport> fault() const;
 
   private:

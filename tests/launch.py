@@ -27,6 +27,7 @@ import hybrid_ep
 from hybrid_ep.launch import rank_device
 
 DEADLINE_S = 60.0
+PATIENCE = hybrid_ep.Config(timeout_s=20)  # a hang shows before the deadline
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,7 @@ class Rank:
     backend: str
 
     def buffer(self, group: Any = None, **arguments: Any) -> hybrid_ep.Buffer:
-        defaults = {"device": self.device, "backend": self.backend}
+        defaults = {"device": self.device, "backend": self.backend, "config": PATIENCE}
         return hybrid_ep.Buffer(group, **{**defaults, **arguments})
 
 

@@ -95,6 +95,7 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
         }
         *p.required_rows = required;
         handle.header[layout::HandleLayout::kRequiredRows] = required;
+        handle.header[layout::HandleLayout::kMayHavePadding] = p.align > 1 || p.max_rows >= 0;
         handle.header[layout::HandleLayout::kNumCopies] = smem.total[experts];
         handle.source_first[b.num_ranks] = smem.total[experts];
     }

@@ -59,7 +59,6 @@ struct PullRowsParams {
     char *rows, *scales;  // [M, row_bytes], [M, scale_bytes]
     float* weights;       // [M]
     int64_t num_rows;
-    bool has_padding;
     int num_publish_blocks, num_blocks, max_slice_bytes;
     int32_t* words;
 };

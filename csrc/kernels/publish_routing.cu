@@ -71,7 +71,8 @@ __device__ void sort_tokens(const PublishRoutingParams& p, const Smem& smem, int
         // the first slot of an expert speaks for it
         uint32_t key = expert >= 0 ? uint32_t(group) << 24 | uint32_t(expert)
                                    : 0x80000000u | uint32_t(lane_id());
-        bool speaks = expert >= 0 && __ffs(__match_any_sync(0xFFFFFFFFu, key)) - 1 == lane_id();
+        uint32_t same = __match_any_sync(0xFFFFFFFFu, key);  // all lanes, so not behind an &&
+        bool speaks = expert >= 0 && __ffs(same) - 1 == lane_id();
         int spoken = speaks ? expert : -1;
         int rank = expert >= 0 ? expert / b.num_local_experts : 0;
         int rank_begin = rank * b.num_local_experts;

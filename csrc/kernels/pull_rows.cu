@@ -121,7 +121,9 @@ __global__ void __launch_bounds__(kMoveWarps* kWarp)
     const int warp = blockIdx.x * kMoveWarps + warp_id(), num_warps = gridDim.x * kMoveWarps;
     layout::HandleView handle(p.words, p.context.handle);
 
-    if (p.has_padding && !has_fault(watch.state)) zero_padding(p, handle, warp, num_warps);
+    if (handle.header[layout::HandleLayout::kMayHavePadding] && !has_fault(watch.state)) {
+        zero_padding(p, handle, warp, num_warps);
+    }
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kDispatch,
                         p.num_publish_blocks, epoch, p.record.signature(), watch)) {
         return;

@@ -24,7 +24,13 @@ struct HandleLayout {
     // first word of each section
     int64_t source_first, counts, offsets, copies, rows, home_copies, places, num_words;
 
-    enum Header { kNumTokens = 0, kNumCopies = 1, kRequiredRows = 2, kHeaderWords = 16 };
+    enum Header {
+        kNumTokens = 0,
+        kNumCopies = 1,
+        kRequiredRows = 2,
+        kMayHavePadding = 3,  // rows that belong to no token are possible
+        kHeaderWords = 16
+    };
 
     static HandleLayout make(const BufferLayout& b) {
         HandleLayout l{};

@@ -230,7 +230,7 @@ class NvlinkBackend:
             stream,
         )
         if num_rows is None:
-            num_rows = self._required_rows(layout)
+            num_rows = self._required_rows(layout, stream)
         rows = x.new_empty((num_rows, x.shape[1]))
         row_weights = None if weights is None else weights.new_empty(num_rows)
         row_scales = None if scales is None else scales.new_empty((num_rows, scales.shape[1]))
@@ -242,7 +242,6 @@ class NvlinkBackend:
             _address(row_scales),
             scale_bytes,
             num_rows,
-            True,
             layout.data_ptr(),
             stream,
         )
@@ -289,11 +288,11 @@ class NvlinkBackend:
         self._last_stream = stream
         return stream.cuda_stream
 
-    def _required_rows(self, layout: Tensor) -> int:
+    def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
         if ticket is None:  # a layout of an earlier call, replayed
             return int(layout[_REQUIRED_ROWS])
-        num_rows = self._runtime.required_rows(ticket)
+        num_rows = self._runtime.required_rows(ticket, stream)
         if num_rows is None:
             self.check()
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
