@@ -149,7 +149,8 @@ void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t we
     p.weights_stride = weights_stride;
     p.num_tokens = num_tokens;
     p.num_blocks = config_.num_sms_publish;
-    p.max_slice_bytes = config_.slice_bytes;
+    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
+    p.ring = layout::move_ring(p.slices, p.record);
     p.words = at<int32_t>(words);
     kernels::launch_publish_rows(p, to_stream(stream));
 }
@@ -166,7 +167,8 @@ void Runtime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t s
     p.num_rows = num_rows;
     p.num_publish_blocks = config_.num_sms_publish;
     p.num_blocks = config_.num_sms_dispatch;
-    p.max_slice_bytes = config_.slice_bytes;
+    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
+    p.ring = layout::move_ring(p.slices, p.record);
     p.words = at<int32_t>(words);
     kernels::launch_pull_rows(p, to_stream(stream));
 }
@@ -183,6 +185,7 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     push.weights = at<float>(weights);
     push.values = at<float>(values);
     push.num_blocks = config_.num_sms_combine;
+    push.ring = layout::sum_ring();
     push.words = at<int32_t>(words);
     kernels::launch_push_sums(push, to_stream(stream));
 
@@ -194,6 +197,7 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     home.values = at<float>(home_values);
     home.num_tokens = num_tokens;
     home.num_blocks = config_.num_sms_combine;
+    home.ring = push.ring;
     home.words = at<int32_t>(words);
     kernels::launch_sum_at_home(home, to_stream(stream));
 }

@@ -26,7 +26,7 @@ class Config:
     num_sms_publish: int = 32
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
-    slice_bytes: int = 8192
+    slice_bytes: int = 16384
     timeout_s: float = 60.0
 
     def __post_init__(self) -> None:

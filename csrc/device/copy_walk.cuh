@@ -5,7 +5,7 @@
 // always falls to the same warps. A batch of 32 copies is fetched at once, a lane per copy.
 #pragma once
 
-#include "device/ring.cuh"
+#include "device/warp.cuh"
 #include "layout/handle_layout.h"
 
 namespace hybrid_ep::device {

@@ -7,23 +7,14 @@
 #pragma once
 
 #include "device/ptx.cuh"
+#include "device/warp.cuh"
+#include "layout/ring_shape.h"
 
 namespace hybrid_ep::device {
 
-constexpr int kWarp = 32;
 constexpr int kStoresInFlight = 1;  // newest stages whose stores may still be reading them
 
-__device__ __forceinline__ int lane_id() { return threadIdx.x % kWarp; }
-__device__ __forceinline__ int warp_id() { return threadIdx.x / kWarp; }
-
-struct RingShape {
-    int num_warps, num_stages, stage_bytes, header_bytes;
-
-    __host__ __device__ int stage_stride() const { return stage_bytes + header_bytes; }
-    __host__ __device__ int smem_bytes() const {
-        return num_warps * num_stages * (stage_stride() + 8) + 128;
-    }
-};
+using layout::RingShape;
 
 class Ring {
   public:
@@ -46,10 +37,15 @@ class Ring {
     // from it, each lane its own, which this loop commits.
     template <typename Role>
     __device__ __forceinline__ void run(Role& role) {
+        const int lag = shape_.num_stages > 1 ? kStoresInFlight : 0;
         bool more = true;
         while (true) {
-            while (more && loaded_ - worked_ < shape_.num_stages - kStoresInFlight) {
-                ptx::bulk_wait_read<kStoresInFlight>();
+            while (more && loaded_ - worked_ < shape_.num_stages - lag) {
+                if (lag == 0) {
+                    ptx::bulk_wait_read<0>();
+                } else {
+                    ptx::bulk_wait_read<kStoresInFlight>();
+                }
                 __syncwarp();
                 more = role.load(*this);
             }

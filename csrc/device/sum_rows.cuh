@@ -11,7 +11,6 @@
 #include <cuda_fp16.h>
 
 #include "device/ring.cuh"
-#include "layout/record_layout.h"
 
 namespace hybrid_ep::device {
 

@@ -7,7 +7,7 @@
 // A block per (source, chunk), no block waits for another: each sums the counts that come before
 // its own, which are a few tens of KB in local memory, since the sources pushed them.
 #include "device/flag.cuh"
-#include "device/ring.cuh"
+#include "device/warp.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
 

@@ -10,7 +10,6 @@
 #include "device/sum_rows.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
-#include "kernels/ring_shapes.h"
 
 namespace hybrid_ep::kernels {
 namespace {
@@ -71,10 +70,10 @@ struct HomeWalk {
 };
 
 template <typename T>
-__global__ void __launch_bounds__(kSumWarps* kWarp)
+__global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     push_sums(const __grid_constant__ PushSumsParams p) {
     using Role = SumRows<T, PushWalk>;
-    static_assert(sizeof(typename Role::Header) <= kSumHeaderBytes);
+    static_assert(sizeof(typename Role::Header) <= layout::kStageHeaderBytes);
     extern __shared__ __align__(128) char dynamic_smem[];
     const auto& b = p.context.buffer;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kCombine);
@@ -82,12 +81,13 @@ __global__ void __launch_bounds__(kSumWarps* kWarp)
                         epoch == 1 ? 0 : kFreeSignature, p.context.watch)) {
         return;
     }
-    const int warp = blockIdx.x * kSumWarps + warp_id(), num_warps = gridDim.x * kSumWarps;
+    const int warp = blockIdx.x * warps_per_block() + warp_id(),
+              num_warps = gridDim.x * warps_per_block();
     layout::HandleView handle(p.words, p.context.handle);
-    Ring ring(dynamic_smem, sum_ring());
+    Ring ring(dynamic_smem, p.ring);
     Role role{{p, CopyWalk(handle, b.num_ranks, p.context.rank, warp, num_warps)},
               p.row_bytes,
-              sum_ring().stage_bytes,
+              p.ring.stage_bytes,
               ring.header_offset(),
               p.weights != nullptr};
     ring.run(role);
@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(kSumWarps* kWarp)
 }
 
 template <typename T>
-__global__ void __launch_bounds__(kSumWarps* kWarp)
+__global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     sum_at_home(const __grid_constant__ SumAtHomeParams p) {
     using Role = SumRows<T, HomeWalk>;
     extern __shared__ __align__(128) char dynamic_smem[];
@@ -107,11 +107,12 @@ __global__ void __launch_bounds__(kSumWarps* kWarp)
                         epoch, combine_signature(p.row_bytes, p.values != nullptr), watch)) {
         return;
     }
-    const int warp = blockIdx.x * kSumWarps + warp_id(), num_warps = gridDim.x * kSumWarps;
-    Ring ring(dynamic_smem, sum_ring());
+    const int warp = blockIdx.x * warps_per_block() + warp_id(),
+              num_warps = gridDim.x * warps_per_block();
+    Ring ring(dynamic_smem, p.ring);
     Role role{{p, layout::HandleView(p.words, p.context.handle), warp, num_warps},
               p.row_bytes,
-              sum_ring().stage_bytes,
+              p.ring.stage_bytes,
               ring.header_offset(),
               false};
     ring.run(role);
@@ -135,13 +136,13 @@ Kernel<Params> pick(SumType type, Kernel<Params> bf16, Kernel<Params> fp16, Kern
 void launch_push_sums(const PushSumsParams& p, cudaStream_t stream) {
     auto kernel =
         pick<PushSumsParams>(p.type, push_sums<__nv_bfloat16>, push_sums<__half>, push_sums<float>);
-    launch(kernel, p, p.num_blocks, kSumWarps * device::kWarp, sum_ring().smem_bytes(), stream);
+    launch(kernel, p, p.num_blocks, p.ring.num_warps * kWarp, p.ring.smem_bytes(), stream);
 }
 
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream) {
     auto kernel = pick<SumAtHomeParams>(p.type, sum_at_home<__nv_bfloat16>, sum_at_home<__half>,
                                         sum_at_home<float>);
-    launch(kernel, p, p.num_blocks, kSumWarps * device::kWarp, sum_ring().smem_bytes(), stream);
+    launch(kernel, p, p.num_blocks, p.ring.num_warps * kWarp, p.ring.smem_bytes(), stream);
 }
 
 }  // namespace hybrid_ep::kernels

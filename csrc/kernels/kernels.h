@@ -6,6 +6,7 @@
 #include "layout/buffer_layout.h"
 #include "layout/handle_layout.h"
 #include "layout/record_layout.h"
+#include "layout/ring_shape.h"
 #include "runtime_state.h"
 
 namespace hybrid_ep::kernels {
@@ -48,7 +49,9 @@ struct PublishRowsParams {
     const char *x, *scales;
     const float* weights;
     int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
-    int num_tokens, num_blocks, max_slice_bytes;
+    int num_tokens, num_blocks;
+    layout::SliceLayout slices;
+    layout::RingShape ring;
     int32_t* words;
 };
 void launch_publish_rows(const PublishRowsParams& p, cudaStream_t stream);
@@ -59,7 +62,9 @@ struct PullRowsParams {
     char *rows, *scales;  // [M, row_bytes], [M, scale_bytes]
     float* weights;       // [M]
     int64_t num_rows;
-    int num_publish_blocks, num_blocks, max_slice_bytes;
+    int num_publish_blocks, num_blocks;
+    layout::SliceLayout slices;
+    layout::RingShape ring;
     int32_t* words;
 };
 void launch_pull_rows(const PullRowsParams& p, cudaStream_t stream);
@@ -74,6 +79,7 @@ struct PushSumsParams {
     const float* weights;  // [M] or null
     const float* values;   // [M] or null
     int num_blocks;
+    layout::RingShape ring;
     int32_t* words;
 };
 void launch_push_sums(const PushSumsParams& p, cudaStream_t stream);
@@ -86,6 +92,7 @@ struct SumAtHomeParams {
     char* y;        // [T, row_bytes]
     float* values;  // [T, topk] or null
     int num_tokens, num_blocks;
+    layout::RingShape ring;
     int32_t* words;
 };
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);

@@ -7,7 +7,7 @@
 // A block owns chunks of kChunkTokens tokens; a warp looks at 32 / K tokens at once, a lane per
 // slot. All max_tokens are published, tokens beyond T as having no expert, so T is free to differ.
 #include "device/flag.cuh"
-#include "device/ring.cuh"
+#include "device/warp.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
 

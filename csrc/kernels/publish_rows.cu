@@ -8,7 +8,6 @@
 #include "device/ring.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
-#include "kernels/ring_shapes.h"
 
 namespace hybrid_ep::kernels {
 namespace {
@@ -95,16 +94,15 @@ struct Publish {
     }
 };
 
-__global__ void __launch_bounds__(kMoveWarps* kWarp)
+__global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     publish_rows(const __grid_constant__ PublishRowsParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     if (has_fault(p.context.watch.state)) return;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
-    const int warp = blockIdx.x * kMoveWarps + warp_id();
+    const int warp = blockIdx.x * warps_per_block() + warp_id();
 
-    const auto slices = SliceLayout::make(p.record.row_bytes, p.max_slice_bytes);
-    Ring ring(dynamic_smem, move_ring(slices, p.record));
-    Publish role{p, slices, int(gridDim.x) * kMoveWarps, epoch, {warp}, {warp}};
+    Ring ring(dynamic_smem, p.ring);
+    Publish role{p, p.slices, int(gridDim.x) * warps_per_block(), epoch, {warp}, {warp}};
     ring.run(role);
     signal_all_ranks(p.context.peers, p.context.buffer, Phase::kDispatch, p.context.rank,
                      blockIdx.x, epoch, p.record.signature());
@@ -113,8 +111,7 @@ __global__ void __launch_bounds__(kMoveWarps* kWarp)
 }  // namespace
 
 void launch_publish_rows(const PublishRowsParams& p, cudaStream_t stream) {
-    auto shape = move_ring(SliceLayout::make(p.record.row_bytes, p.max_slice_bytes), p.record);
-    launch(publish_rows, p, p.num_blocks, kMoveWarps * kWarp, shape.smem_bytes(), stream);
+    launch(publish_rows, p, p.num_blocks, p.ring.num_warps * kWarp, p.ring.smem_bytes(), stream);
 }
 
 }  // namespace hybrid_ep::kernels

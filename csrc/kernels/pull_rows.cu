@@ -6,9 +6,9 @@
 // Padding rows are zeroed first, while the peers may still be publishing.
 #include "device/copy_walk.cuh"
 #include "device/flag.cuh"
+#include "device/ring.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
-#include "kernels/ring_shapes.h"
 
 namespace hybrid_ep::kernels {
 namespace {
@@ -23,7 +23,7 @@ struct PullRows {
         int num_rows, slice, first_place, unused;
         int row[kWarp];
     };
-    static_assert(sizeof(Header) <= kMoveHeaderBytes);
+    static_assert(sizeof(Header) <= layout::kStageHeaderBytes);
 
     const PullRowsParams& p;
     SliceLayout slices;
@@ -112,13 +112,14 @@ __device__ void zero_padding(const PullRowsParams& p, const layout::HandleView& 
     }
 }
 
-__global__ void __launch_bounds__(kMoveWarps* kWarp)
+__global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     pull_rows(const __grid_constant__ PullRowsParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
-    const int warp = blockIdx.x * kMoveWarps + warp_id(), num_warps = gridDim.x * kMoveWarps;
+    const int warp = blockIdx.x * warps_per_block() + warp_id(),
+              num_warps = gridDim.x * warps_per_block();
     layout::HandleView handle(p.words, p.context.handle);
 
     if (handle.header[layout::HandleLayout::kMayHavePadding] && !has_fault(watch.state)) {
@@ -128,9 +129,8 @@ __global__ void __launch_bounds__(kMoveWarps* kWarp)
                         p.num_publish_blocks, epoch, p.record.signature(), watch)) {
         return;
     }
-    const auto slices = SliceLayout::make(p.record.row_bytes, p.max_slice_bytes);
-    Ring ring(dynamic_smem, move_ring(slices, p.record));
-    PullRows role{p, slices, ring.header_offset(), epoch,
+    Ring ring(dynamic_smem, p.ring);
+    PullRows role{p, p.slices, ring.header_offset(), epoch,
                   CopyWalk(handle, b.num_ranks, p.context.rank, warp, num_warps)};
     ring.run(role);
     if (is_last_block(watch.state) && threadIdx.x == 0) {
@@ -141,8 +141,7 @@ __global__ void __launch_bounds__(kMoveWarps* kWarp)
 }  // namespace
 
 void launch_pull_rows(const PullRowsParams& p, cudaStream_t stream) {
-    auto shape = move_ring(SliceLayout::make(p.record.row_bytes, p.max_slice_bytes), p.record);
-    launch(pull_rows, p, p.num_blocks, kMoveWarps * kWarp, shape.smem_bytes(), stream);
+    launch(pull_rows, p, p.num_blocks, p.ring.num_warps * kWarp, p.ring.smem_bytes(), stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -237,8 +237,7 @@ class NvlinkBackend:
         self._runtime.pull(
             rows.data_ptr(),
             row_bytes,
-            # an empty tensor has no address, but weights must be seen to travel along
-            0 if weights is None else row_weights.data_ptr() or 1,
+            _address(row_weights),
             _address(row_scales),
             scale_bytes,
             num_rows,
@@ -267,9 +266,9 @@ class NvlinkBackend:
             _SUM_TYPES[rows.dtype],
             rows.shape[1] * rows.element_size(),
             _address(weights),
-            0 if values is None else values.data_ptr() or 1,
+            _address(values),
             y.data_ptr(),
-            0 if values is None else home_values.data_ptr() or 1,
+            _address(home_values),
             num_tokens,
             layout.data_ptr(),
             stream,
@@ -303,7 +302,8 @@ class NvlinkBackend:
 
 
 def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+    """0 means none, so an empty tensor, which has no address, gets one that nobody looks at."""
+    return 0 if tensor is None else tensor.data_ptr() or 16
 
 
 def _has_aligned_rows(x: Tensor) -> bool:
