@@ -474,6 +474,7 @@ class TorchBackend:
             self._agree(phase, widths)  # so that all ranks are here
             size = _HostOutbox.size(self._topology, self._max_tokens, needed)
             mapped = _map_together(self._exchange, size, phase, self._call)
+            self._call -= 1  # the set-up is part of the call that needs it
             self._may_share = mapped is not None
             self._outbox = mapped and _HostOutbox(mapped, self._topology, self._max_tokens, needed)
         return self._outbox
