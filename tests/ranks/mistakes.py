@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.verbs import send
 
-CASE = Case("mistakes", tokens=(6, 4), topk=3, num_scales=2)
+# 12 experts, for 2 or 3 ranks
+CASE = Case("mistakes", tokens=(6, 4), topk=3, num_scales=2, experts_per_rank=6)
 
 
 class Call:
@@ -44,18 +46,8 @@ class Call:
 
     def other_handle(self) -> hybrid_ep.Handle:
         """A handle of a Buffer of other sizes."""
-        bigger = Rank(0, 1, self.me.device, self.me.backend).buffer  # built by this rank alone
-        del bigger
         layout = self.handle.layout.new_zeros(self.handle.layout.numel() + 1)
-        return hybrid_ep.Handle(
-            layout,
-            self.handle.counts,
-            self.handle.offsets,
-            self.handle.required_rows,
-            self.handle.num_tokens,
-            self.handle.num_rows,
-            None,
-        )
+        return replace(self.handle, layout=layout)
 
 
 def mistake(me: Rank, bad_call: Callable[[Call], Any]) -> str:

@@ -1,0 +1,267 @@
+"""Bad input raises ValueError, with the rule and the value got, before anything is sent."""
+
+import pytest
+import torch
+
+import hybrid_ep
+from tests.cases import FP8
+from tests.ranks import mistakes
+from tests.ranks.mistakes import CASE, Call
+
+T, K, H = CASE.num_tokens(0), CASE.num_slots, CASE.hidden
+E = CASE.num_experts
+
+
+def dispatch_x_1d(call: Call):
+    call.dispatch(call.x[0])
+
+
+def dispatch_other_hidden(call: Call):
+    call.dispatch(call.x[:, :16].contiguous())
+
+
+def dispatch_other_tokens(call: Call):
+    call.dispatch(call.x[:3])
+
+
+def dispatch_wide_payload(call: Call):
+    call.dispatch(torch.zeros((T, H), dtype=torch.float32))
+
+
+def dispatch_other_device(call: Call):
+    call.dispatch(call.x.to("meta"))
+
+
+def dispatch_eight_bytes(call: Call):
+    call.dispatch(torch.zeros((T, H), dtype=torch.int64))
+
+
+def dispatch_weights_shape(call: Call):
+    call.dispatch(weights=call.weights[:, :2])
+
+
+def dispatch_weights_dtype(call: Call):
+    call.dispatch(weights=call.weights.bfloat16())
+
+
+def dispatch_scales_tokens(call: Call):
+    call.dispatch(scales=call.scales[:2])
+
+
+def dispatch_scales_1d(call: Call):
+    call.dispatch(scales=call.scales[:, 0])
+
+
+def dispatch_many_scales(call: Call):
+    call.dispatch(scales=torch.zeros((T, 100)))
+
+
+def route_float_experts(call: Call):
+    call.dispatch(topk_idx=call.topk_idx.float())
+
+
+def route_other_topk(call: Call):
+    call.dispatch(topk_idx=call.topk_idx[:, :2])
+
+
+def route_1d(call: Call):
+    call.dispatch(topk_idx=call.topk_idx[:, 0])
+
+
+def route_many_tokens(call: Call):
+    call.dispatch(torch.zeros((7, H), dtype=CASE.dtype), torch.zeros((7, K), dtype=torch.int64))
+
+
+def route_expert_too_high(call: Call):
+    call.dispatch(topk_idx=torch.full((T, K), E))
+
+
+def route_expert_too_low(call: Call):
+    call.dispatch(topk_idx=torch.full((T, K), -2))
+
+
+def route_align_0(call: Call):
+    call.dispatch(align=0)
+
+
+def route_max_rows_negative(call: Call):
+    call.dispatch(max_rows=-1)
+
+
+def route_max_rows_unaligned(call: Call):
+    call.dispatch(max_rows=24, align=16)
+
+
+def route_neither(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x)
+
+
+def route_and_handle(call: Call):
+    call.dispatch(handle=call.handle)
+
+
+def replay_with_max_rows(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle, max_rows=64)
+
+
+def replay_other_tokens(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x[:2], handle=call.handle)
+
+
+def replay_other_buffer(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.other_handle())
+
+
+def combine_bytes(call: Call):
+    call.combine(call.rows.to(FP8))
+
+
+def combine_other_hidden(call: Call):
+    call.combine(call.rows[:, :16])
+
+
+def combine_other_rows(call: Call):
+    call.combine(call.rows[1:])
+
+
+def combine_wide_rows(call: Call):
+    call.combine(call.rows.float())
+
+
+def combine_weights_shape(call: Call):
+    call.combine(weights=torch.ones(len(call.rows), 1))
+
+
+def combine_few_weights(call: Call):
+    call.combine(weights=torch.ones(len(call.rows) - 1))
+
+
+def combine_weights_dtype(call: Call):
+    call.combine(weights=torch.ones(len(call.rows), dtype=torch.bfloat16))
+
+
+def combine_other_buffer(call: Call):
+    call.combine(handle=call.other_handle())
+
+
+CALLS = [
+    (dispatch_x_1d, "x must have shape [T, hidden=32], got [32]"),
+    (dispatch_other_hidden, "x must have shape [T, hidden=32], got [6, 16]"),
+    (dispatch_other_tokens, "as many tokens as its routing, got 3 and 6"),
+    (dispatch_wide_payload, "need 128 bytes, more than the 80"),
+    (dispatch_other_device, "x must be on the Buffer's cpu, got meta"),
+    (dispatch_eight_bytes, "need 256 bytes, more than the 80"),
+    (dispatch_weights_shape, "topk_weights must have shape [6, 3], got [6, 2]"),
+    (dispatch_weights_dtype, "topk_weights must be torch.float32, got torch.bfloat16"),
+    (dispatch_scales_tokens, "scales must have shape [T=6, S], got [2, 2]"),
+    (dispatch_scales_1d, "scales must have shape [T=6, S], got [6]"),
+    (dispatch_many_scales, "need 464 bytes, more than the 80"),
+    (route_float_experts, "topk_idx must be int16, int32 or int64, got torch.float32"),
+    (route_other_topk, "topk_idx must have shape [T, topk=3], got [6, 2]"),
+    (route_1d, "topk_idx must have shape [T, topk=3], got [6]"),
+    (route_many_tokens, "at most max_tokens=6 tokens, got 7"),
+    (route_expert_too_high, "must lie in [-1, num_experts=12), got values from 12 to 12"),
+    (route_expert_too_low, "must lie in [-1, num_experts=12), got values from -2 to -2"),
+    (route_align_0, "align must be an integer of at least 1, got 0"),
+    (route_max_rows_negative, "non-negative multiple of align=1, got -1"),
+    (route_max_rows_unaligned, "non-negative multiple of align=16, got 24"),
+    (route_neither, "either topk_idx or a handle to replay, got neither"),
+    (route_and_handle, "either topk_idx or a handle to replay, got both"),
+    (replay_with_max_rows, "a replayed layout has its max_rows"),
+    (replay_other_tokens, "as many tokens as its routing, got 2 and 6"),
+    (replay_other_buffer, "the handle must be of this Buffer"),
+    (combine_bytes, "combine sums bfloat16, float16 or float32 rows, got torch.float8_e4m3fn"),
+    (combine_other_hidden, "rows must have shape [M, hidden=32]"),
+    (combine_other_rows, "rows must be those of the handle's dispatch"),
+    (combine_wide_rows, "rows of torch.float32 need 128 bytes, more than the 64"),
+    (combine_weights_shape, "weights must be torch.float32 [M="),
+    (combine_few_weights, "weights must be torch.float32 [M="),
+    (combine_weights_dtype, "weights must be torch.float32 [M="),
+    (combine_other_buffer, "the handle must be of this Buffer"),
+]
+
+
+@pytest.mark.parametrize("bad_call, text", CALLS, ids=[call.__name__ for call, _ in CALLS])
+def test_bad_call_sends_nothing(world, bad_call, text):
+    told, other = world(2).run(mistakes.mistake, bad_call)
+    assert text in told
+    assert other == ""
+
+
+BUFFERS = [
+    ({"hidden": 0}, "hidden must be an integer of at least 1, got 0"),
+    ({"hidden": 32.0}, "hidden must be an integer of at least 1, got 32.0"),
+    ({"hidden": True}, "hidden must be an integer of at least 1, got True"),
+    ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
+    ({"topk": -1}, "topk must be an integer of at least 1, got -1"),
+    ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
+    ({"scale_bytes": -1}, "scale_bytes must be an integer of at least 0, got -1"),
+    ({"backend": "nccl"}, "backend must be one of auto, torch, nvlink, got 'nccl'"),
+    ({"ranks_per_node": 0}, "ranks_per_node must divide the number of ranks, got ranks_per_node=0"),
+    ({"ranks_per_node": 2}, "got ranks_per_node=2 with 1 ranks"),
+]
+
+
+@pytest.mark.parametrize("wrong, text", BUFFERS, ids=str)
+def test_bad_buffer(alone, wrong, text):
+    with pytest.raises(ValueError) as raised:
+        alone.buffer(**{**CASE.sizes(), **wrong})
+    assert text in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "wrong, text",
+    [
+        (
+            {"num_sms_dispatch": 0},
+            "Config.num_sms_dispatch must be an integer of at least 1, got 0",
+        ),
+        ({"timeout_s": 0.0}, "Config.timeout_s must be positive, got 0.0"),
+    ],
+)
+def test_bad_config(wrong, text):
+    with pytest.raises(ValueError) as raised:
+        hybrid_ep.Config(**wrong)
+    assert text in str(raised.value)
+
+
+ON_TWO_RANKS = [
+    ({"num_experts": 7}, "DeepEP#479", "got num_experts=7 with 2 ranks"),
+    ({"ranks_per_node": 3}, "DeepEP#596", "got ranks_per_node=3 with 2 ranks"),
+]
+
+
+@pytest.mark.parametrize("wrong, report, text", ON_TWO_RANKS, ids=lambda v: str(v)[:20])
+def test_bad_buffer_of_two_ranks(world, wrong, report, text):
+    for told in world(2).run(mistakes.disagree, [wrong, wrong]):
+        assert text in told
+
+
+DISAGREEMENTS = {
+    "hidden": (32, 64),
+    "num_experts": (12, 24),
+    "max_tokens": (6, 7),
+    "topk": (3, 2),
+    "dtype": (torch.bfloat16, torch.float32),
+    "scale_bytes": (0, 16),
+    "backend": ("torch", "auto"),
+    "ranks_per_node": (1, 2),
+    "config": (hybrid_ep.Config(timeout_s=1), hybrid_ep.Config(timeout_s=2)),
+}
+
+
+@pytest.mark.parametrize("name", DISAGREEMENTS)
+def test_DeepEP_604_ranks_disagree(world, name):
+    values = DISAGREEMENTS[name]
+    for told in world(2).run(mistakes.disagree, [{name: value} for value in values]):
+        assert f"{name} must be equal on all ranks" in told
+        assert f"rank 0: {values[0]}, rank 1: {values[1]}" in told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="nvlink may run here")
+def test_Automodel_2789_backend_is_not_replaced(alone):
+    with pytest.raises(RuntimeError, match="the nvlink backend cannot run: rank 0: "):
+        alone.buffer(**{**CASE.sizes(), "backend": "nvlink"})
+    buffer = alone.buffer(**{**CASE.sizes(), "backend": "auto"})
+    assert buffer.backend == "torch"
+    assert "because the nvlink backend cannot run: rank 0: " in buffer.describe()
