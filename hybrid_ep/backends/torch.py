@@ -673,7 +673,8 @@ def _as_words(tensor: Tensor) -> Tensor:
     width = tensor.shape[1] * tensor.element_size()
     words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
     size = next(size for size in words if width % size == 0)
-    flat = tensor.reshape(-1)  # the one row of a wider tensor is contiguous and keeps its stride
+    # to one dimension, since the one row of a wider tensor is contiguous and keeps its stride
+    flat = tensor.contiguous().view(-1)
     if flat.storage_offset() * flat.element_size() % size:
         flat = flat.clone()
     return flat.view(words[size]).view(tensor.shape[0], width // size)
