@@ -36,6 +36,7 @@ from hybrid_ep.errors import PeerError
 from hybrid_ep.topology import Topology
 
 _PHASES = ("route", "dispatch", "combine")
+_SUM_BLOCK = 1 << 18  # fp32 values that are summed at a time on the CPU: 1 MB
 
 
 class _Layout:
@@ -498,7 +499,7 @@ class TorchBackend:
         parts = self._parts(layout)
         self._agree("combine", (rows.element_size() * rows.shape[1], values is not None))
         place_weights = None if weights is None else _gather(weights, parts.copy_rows)
-        partial = _sum_in_order(rows, parts.copy_rows, place_weights).to(rows.dtype)
+        partial = _sum_in_order(self._memory, rows, parts.copy_rows, place_weights)
         inbox = self._return_copies(partial, parts)
         y = self._sum_at_home(inbox, parts)
         if values is None:
@@ -513,23 +514,23 @@ class TorchBackend:
         """Over the ranks of a node in rank order, then over the nodes; rounded after each."""
         nodes = self._topology.num_nodes
         if nodes == 1:
-            return _sum_in_order(inbox, parts.home_copies).to(inbox.dtype)
+            return _sum_in_order(self._memory, inbox, parts.home_copies)
         ends = torch.tensor(parts.send_counts, device=self._device).cumsum(0)
         peer = torch.bucketize(parts.home_copies.clamp(min=0), ends, right=True)
         node = torch.where(parts.home_copies >= 0, peer // self._topology.ranks_per_node, -1)
         sums = [
-            _sum_in_order(inbox, torch.where(node == n, parts.home_copies, -1)).to(inbox.dtype)
+            _sum_in_order(self._memory, inbox, torch.where(node == n, parts.home_copies, -1))
             for n in range(nodes)
         ]
         tokens = parts.num_tokens
         sum_of_node = torch.arange(nodes * tokens, device=self._device).view(nodes, tokens).t()
         touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
         index = torch.where(touched, sum_of_node, -1)
-        return _sum_in_order(torch.cat(sums), index).to(inbox.dtype)
+        return _sum_in_order(self._memory, torch.cat(sums), index)
 
     def _return_copies(self, received: Tensor, parts: _Layout) -> Tensor:
         """Send each copy's result back; what comes home is ordered as ``send_tokens``."""
-        home = received.new_empty((sum(parts.send_counts), *received.shape[1:]))
+        home = self._memory.empty((sum(parts.send_counts), received.shape[1]), received)
         sends = list(received.split(parts.recv_counts))
         recvs = list(home.split(parts.send_counts))
         recvs[self._topology.rank].copy_(sends[self._topology.rank])
@@ -629,20 +630,40 @@ def _home_copies(present: Tensor, peer: Tensor, token: Tensor, fanout: int) -> T
     return home
 
 
-def _sum_in_order(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Fp32 ``[N, H]``: sum over j, in order, of ``weights[n, j] * rows[index[n, j]]``; -1 is none.
+def _sum_in_order(
+    memory: _HostMemory, rows: Tensor, index: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """``[N, H]``: sum over j, in order, of ``weights[n, j] * rows[index[n, j]]``; -1 is none.
 
-    Starting from -0.0 makes the first term the start of the sum: -0.0 + v is v, bit by bit.
+    Added in fp32 beginning with the first term, then rounded to the dtype of rows; zero where there
+    is no term. The sums with most terms come first and their terms move to the left, so that term j
+    belongs to a prefix of them; on the CPU a block of sums stays in the cache until it is rounded.
     """
     wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
-    total = torch.full((index.shape[0], rows.shape[1]), -0.0, dtype=wide, device=rows.device)
-    for column in range(index.shape[1]):
-        which = (index[:, column] >= 0).nonzero().squeeze(1)
-        term = rows.index_select(0, index[which, column].long()).to(wide)
-        if weights is not None:
-            term *= weights[which, column].unsqueeze(1)
-        total.index_add_(0, which, term)
-    return total.index_fill_(0, (index < 0).all(dim=1).nonzero().squeeze(1), 0.0)
+    num_terms = (index >= 0).sum(dim=1)
+    order = num_terms.argsort(descending=True, stable=True)
+    order, without = order.tensor_split([int((num_terms > 0).sum())])
+    to_left = (index < 0).byte().argsort(dim=1, stable=True)[order]
+    terms = index[order].gather(1, to_left).long()
+    factors = None if weights is None else weights[order].gather(1, to_left).unsqueeze(2)
+
+    sums = memory.empty((index.shape[0], rows.shape[1]), rows).index_fill_(0, without, 0.0)
+    block = max(16, _SUM_BLOCK // rows.shape[1]) if rows.device.type == "cpu" else len(order)
+    for begin in range(0, len(order), max(1, block)):
+        here = slice(begin, begin + block)
+        lengths = (terms[here] >= 0).sum(dim=0).tolist()
+        total = rows.index_select(0, terms[here, 0]).to(wide)
+        if factors is not None:
+            total *= factors[here, 0]
+        for column, length in enumerate(lengths[1:], start=1):
+            if length == 0:
+                break
+            term = rows.index_select(0, terms[begin : begin + length, column])
+            if factors is not None:
+                term = term.to(wide).mul_(factors[begin : begin + length, column])
+            total[:length] += term
+        sums.index_copy_(0, order[here], total.to(rows.dtype))
+    return sums
 
 
 def _gather(values: Tensor, index: Tensor) -> Tensor:
