@@ -39,7 +39,7 @@ build: $(PACKAGES)  ## compile the extension, where there is an nvcc, and check 
 	@$(PY) setup.py --quiet build_ext --inplace
 	@$(PY) tools/check_kernels.py
 
-demo: setup  ## dispatch and combine once, on whatever this machine has
+demo: setup  ## train a small MoE model on real text, on whatever this machine has
 	@$(PY) -m hybrid_ep demo
 
 # One after the other, as CI runs them: a style error shows before any compiling.
