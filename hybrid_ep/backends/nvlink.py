@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hybrid_ep.backends import Route
 from hybrid_ep.errors import PeerError
+from hybrid_ep.limits import MIN_CAPABILITY, beyond_nvlink
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
@@ -34,8 +35,6 @@ _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/bu
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
-_MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
-_MAX_ROWS = 2**31 - 1  # a row travels as int32
 
 
 def unavailable_reason(buffer: Buffer) -> str | None:
@@ -45,32 +44,18 @@ def unavailable_reason(buffer: Buffer) -> str | None:
     if _nvlink is None:
         return f"the extension hybrid_ep._nvlink is not there ({_import_error})"
     capability = torch.cuda.get_device_capability(buffer.device)
-    if capability < (9, 0):
-        return "it needs compute capability 9.0 (Hopper) or newer, the GPU has {}.{}".format(
-            *capability
-        )
-    topology = buffer.topology
-    if topology.num_nodes > 1:
-        return f"it serves one node, the ranks are on {topology.num_nodes}"
-    row_bytes = buffer.hidden * buffer.dtype.itemsize
-    if row_bytes % 16:
-        return (
-            f"rows must be a multiple of 16 bytes, hidden={buffer.hidden} of {buffer.dtype} "
-            f"makes {row_bytes}"
-        )
-    limits = {
-        "the number of ranks": (topology.num_ranks, _nvlink.MAX_RANKS),
-        "topk": (buffer.topk, _nvlink.MAX_TOPK),
-        "num_experts": (buffer.num_experts, _MAX_EXPERTS),
-        "ranks * max_tokens * topk": (
-            topology.num_ranks * buffer.max_tokens * buffer.topk,
-            _MAX_ROWS // 2,
-        ),
-    }
-    for name, (value, most) in limits.items():
-        if value > most:
-            return f"{name} must be at most {most}, got {value}"
-    return None
+    if capability < MIN_CAPABILITY:
+        needed, found = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
+        return f"it needs compute capability {needed} (Hopper) or newer, the GPU has {found}"
+    beyond = beyond_nvlink(
+        num_nodes=buffer.topology.num_nodes,
+        ranks_per_node=buffer.topology.ranks_per_node,
+        max_tokens=buffer.max_tokens,
+        topk=buffer.topk,
+        num_experts=buffer.num_experts,
+        row_bytes=buffer.hidden * buffer.dtype.itemsize,
+    )
+    return "; ".join(beyond) or None
 
 
 def host_name() -> str:

@@ -1,0 +1,51 @@
+"""What the nvlink backend can carry; known without a GPU and without the extension."""
+
+from __future__ import annotations
+
+MIN_CAPABILITY = (9, 0)  # Hopper: the kernels use TMA
+ROW_ALIGN = 16  # bytes, of TMA
+MAX_RANKS = 72  # kMaxRanks of csrc/layout/bytes.h: one NVLink domain
+MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per slot
+MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
+MAX_ROWS = (2**31 - 1) // 2  # a row travels as int32; half is left to padding
+
+
+def beyond_nvlink(
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    max_tokens: int,
+    topk: int,
+    num_experts: int,
+    row_bytes: int,
+) -> list[str]:
+    """The limits of the nvlink backend that a shape exceeds, a clause each.
+
+    Args:
+        num_nodes: nodes of the group.
+        ranks_per_node: ranks that reach each other's memory.
+        max_tokens: T.
+        topk: K.
+        num_experts: E, over all ranks.
+        row_bytes: bytes of a row of the widest payload, without scales.
+
+    Returns:
+        list[str]: rule and value of each; empty where the shape fits.
+    """
+    beyond = []
+    if num_nodes > 1:
+        beyond.append(f"it serves one node, the ranks are on {num_nodes}")
+    if row_bytes % ROW_ALIGN:
+        beyond.append(f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes}")
+    most = {
+        "the number of ranks": (ranks_per_node, MAX_RANKS),
+        "topk": (topk, MAX_TOPK),
+        "num_experts": (num_experts, MAX_EXPERTS),
+        "ranks * max_tokens * topk": (ranks_per_node * max_tokens * topk, MAX_ROWS),
+    }
+    beyond += [
+        f"{name} must be at most {limit}, got {value}"
+        for name, (value, limit) in most.items()
+        if value > limit
+    ]
+    return beyond
