@@ -15,6 +15,7 @@ from typing import Any
 from hybrid_ep.backends.torch import _Layout as TorchLayout
 from hybrid_ep.buffer import round_up
 from hybrid_ep.config import Config
+from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
@@ -167,6 +168,7 @@ class Plan:
         copies: ranks that a token goes to, its own included; nodes: likewise.
         rows: rows that dispatch returns on one rank, padding included.
         row_bytes: bytes of such a row with its scales.
+        beyond_nvlink: the limits of the nvlink backend that the shape exceeds; empty if it fits.
     """
 
     num_ranks: int
@@ -190,6 +192,7 @@ class Plan:
     row_bytes: int
     dispatch: Phase
     combine: Phase
+    beyond_nvlink: list[str]
 
     @property
     def num_nodes(self) -> int:
@@ -364,6 +367,14 @@ def make_plan(
             round_up(sum_bytes, 16),
             [_bound("SM loads", loads, sm_gbs)],
         ),
+        beyond_nvlink=beyond_nvlink(
+            num_nodes=num_nodes,
+            ranks_per_node=ranks_per_node,
+            max_tokens=tokens,
+            topk=topk,
+            num_experts=num_experts,
+            row_bytes=hidden * itemsize,
+        ),
     )
 
 
@@ -441,7 +452,8 @@ def _check_sizes(
     if not isinstance(scale_bytes, int) or scale_bytes < 0:
         raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
     row_bytes = hidden * ITEMSIZE[dtype]
-    if row_bytes % 16:
+    if row_bytes % ROW_ALIGN:
         raise ValueError(
-            f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={hidden}, {dtype})"
+            f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes} (hidden={hidden}, "
+            f"{dtype})"
         )

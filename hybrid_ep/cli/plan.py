@@ -105,6 +105,8 @@ def _print_plan(plan: Plan) -> None:
             ("limit", "bytes", "rate", "at least"),
             _floors(phase),
         )
+    if plan.beyond_nvlink:
+        print(f"The nvlink backend cannot run this: {'; '.join(plan.beyond_nvlink)}.")
     if plan.num_nodes > 1:
         print(
             "Several nodes: symmetric memory is the part within a node; the network backend, whose "

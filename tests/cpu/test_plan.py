@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import hybrid_ep
+from hybrid_ep import limits
 from hybrid_ep.cli import plan as command
 from hybrid_ep.plan import Plan, handle_bytes, make_plan, symmetric_regions, worst_rows
 
@@ -249,6 +250,44 @@ def test_1024_ranks_are_instant() -> None:
     assert plan.num_nodes == 128
 
 
+# ---- limits of the nvlink backend
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"num_ranks": 72, "num_experts": 72}, []),
+        ({"num_ranks": 73, "num_experts": 73}, ["the number of ranks must be at most 72, got 73"]),
+        ({"num_experts": 64, "topk": 33}, ["topk must be at most 32, got 33"]),
+        ({"num_experts": 32768}, ["num_experts must be at most 32767, got 32768"]),
+        (
+            {"max_tokens": 2**27},
+            ["ranks * max_tokens * topk must be at most 1073741823, got 10737"],
+        ),
+        ({"ranks_per_node": 2}, ["it serves one node, the ranks are on 2"]),
+        (
+            {"num_ranks": 160, "ranks_per_node": 80, "num_experts": 160},
+            ["it serves one node, the ranks are on 2", "the number of ranks must be at most 72"],
+        ),
+    ],
+)
+def test_names_the_limits_that_a_shape_exceeds(changes: dict, says: list[str]) -> None:
+    beyond = small(**changes).beyond_nvlink
+    assert len(beyond) == len(says)
+    assert all(text.startswith(start) for text, start in zip(beyond, says, strict=True))
+
+
+def test_limits_are_those_of_the_extension() -> None:
+    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    assert (limits.MAX_RANKS, limits.MAX_TOPK) == (extension.MAX_RANKS, extension.MAX_TOPK)
+
+
+def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
+    shape = {"num_nodes": 1, "ranks_per_node": 2, "max_tokens": 1, "topk": 1, "num_experts": 2}
+    beyond = limits.beyond_nvlink(**shape, row_bytes=24)
+    assert beyond == ["rows must be a multiple of 16 bytes, got 24"]
+
+
 # ---- bad input and the command line
 
 
@@ -301,6 +340,18 @@ def test_command_prints_json_alone(capsys: pytest.CaptureFixture) -> None:
     assert plan["num_nodes"] == 2
     assert plan["symmetric_bytes"] == sum(plan["regions"].values())
     assert plan["dispatch"]["dominant"] in {b["limit"] for b in plan["dispatch"]["bounds"]}
+
+
+def test_command_says_what_nvlink_cannot_run(capsys: pytest.CaptureFixture) -> None:
+    one_node = ("--ranks-per-node", "16")
+    assert run_command(*one_node) == 0
+    assert "The nvlink backend cannot" not in capsys.readouterr().out
+    assert run_command(*one_node, "--topk", "40") == 0
+    line = "The nvlink backend cannot run this: topk must be at most 32, got 40.\n"
+    assert line in capsys.readouterr().out
+    assert run_command(*one_node, "--topk", "40", "--json") == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["beyond_nvlink"] == ["topk must be at most 32, got 40"]
 
 
 def test_command_writes_json(tmp_path, capsys: pytest.CaptureFixture) -> None:
