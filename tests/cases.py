@@ -256,6 +256,9 @@ CASES = [
     Case("torchtitan#2207_third_duplicates", max_rows="third", routing="duplicates", topk=5),
     Case("max_rows_0", max_rows="zero", num_scales=2),
     Case("max_rows_0_of_0", max_rows="zero", routing="nowhere"),
+    # long sums
+    Case("DeepEP#402_many_terms", num_ranks=4, experts_per_rank=8, topk=24),
+    Case("DeepEP#402_many_fp16", num_ranks=4, experts_per_rank=8, topk=24, dtype=torch.float16),
     # nodes
     Case("2_nodes_of_2", num_ranks=4, ranks_per_node=2, topk=6),
     Case("4_nodes_of_1", num_ranks=4, ranks_per_node=1, topk=6, dtype=torch.float16),

@@ -258,6 +258,13 @@ def test_DeepEP_604_ranks_disagree(world, name):
         assert f"rank 0: {values[0]}, rank 1: {values[1]}" in told
 
 
+def test_Megatron_Bridge_1948_the_group_counts_not_the_environment(alone, monkeypatch):
+    for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
+        monkeypatch.setenv(name, value)
+    topology = alone.buffer(**CASE.sizes()).topology
+    assert (topology.rank, topology.num_ranks, topology.ranks_per_node) == (0, 1, 1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nvlink may run here")
 def test_Automodel_2789_backend_is_not_replaced(alone):
     with pytest.raises(RuntimeError, match="the nvlink backend cannot run: rank 0: "):
