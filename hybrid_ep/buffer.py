@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
-from hybrid_ep.handle import Handle
+from hybrid_ep.limits import round_up
 from hybrid_ep.topology import Topology
 
 _log = logging.getLogger("hybrid_ep")
@@ -22,8 +21,6 @@ _next_id = itertools.count()
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 BACKENDS = ("auto", "torch", "nvlink")
-TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
-SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Buffer:
@@ -136,6 +133,11 @@ class Buffer:
         """Int32 words of a handle's layout."""
         return self._backend.layout_size
 
+    @property
+    def inbox_row_bytes(self) -> int:
+        """Bytes of a summed row on its way home: of ``dtype``, and at least two a value."""
+        return round_up(self.hidden * max(2, self.dtype.itemsize), 16)
+
     def describe(self) -> str:
         """What was picked and why, in a few lines for people."""
         t = self.topology
@@ -236,129 +238,6 @@ class Buffer:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    # ---- checks of one call: before anything is sent
-
-    def check_route(self, topk_idx: Tensor, max_rows: int | None, align: int) -> None:
-        """Raise ValueError where the routing breaks a rule; the rules are in its texts."""
-        self._check_tensor("topk_idx", topk_idx)
-        if topk_idx.dtype not in TOPK_DTYPES:
-            raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
-        if topk_idx.dim() != 2 or topk_idx.shape[1] != self.topk:
-            raise ValueError(
-                f"topk_idx must have shape [T, topk={self.topk}], got {list(topk_idx.shape)}"
-            )
-        self._check_tokens("topk_idx", topk_idx.shape[0])
-        if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-            raise ValueError(f"align must be an integer of at least 1, got {align!r}")
-        if max_rows is not None and (max_rows < 0 or max_rows % align):
-            raise ValueError(
-                f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
-            )
-        if topk_idx.device.type == "cpu" and topk_idx.numel():
-            low, high = (int(v) for v in torch.aminmax(topk_idx))
-            if low < -1 or high >= self.num_experts:
-                raise ValueError(
-                    f"topk_idx must lie in [-1, num_experts={self.num_experts}), got values from "
-                    f"{low} to {high}"
-                )
-
-    def check_dispatch(
-        self, x: Tensor, weights: Tensor | None, scales: Tensor | None, num_tokens: int
-    ) -> None:
-        """Raise ValueError where the tokens break a rule; the rules are in its texts."""
-        self._check_tensor("x", x)
-        if x.dim() != 2 or x.shape[1] != self.hidden:
-            raise ValueError(f"x must have shape [T, hidden={self.hidden}], got {list(x.shape)}")
-        if x.shape[0] != num_tokens:
-            raise ValueError(
-                f"x must have as many tokens as its routing, got {x.shape[0]} and {num_tokens}"
-            )
-        row_bytes = x.shape[1] * x.element_size()
-        if row_bytes % 16:
-            raise ValueError(
-                f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={self.hidden}, "
-                f"{x.dtype})"
-            )
-        scale_bytes = 0
-        if scales is not None:
-            self._check_tensor("scales", scales)
-            if scales.dim() != 2 or scales.shape[0] != num_tokens:
-                raise ValueError(
-                    f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
-                )
-            scale_bytes = scales.shape[1] * scales.element_size()
-        needed = row_bytes + round_up(scale_bytes, 16)
-        if needed > self.row_capacity and not self._may_be_float64(x.dtype):
-            raise ValueError(
-                f"a row and its scales need {needed} bytes, more than the {self.row_capacity} that "
-                f"dtype={self.dtype} and scale_bytes={self.scale_bytes} of the Buffer reserve"
-            )
-        if weights is not None:
-            self._check_tensor("topk_weights", weights)
-            wanted = [num_tokens, self.topk]
-            if list(weights.shape) != wanted:
-                raise ValueError(
-                    f"topk_weights must have shape {wanted}, got {list(weights.shape)}"
-                )
-            if weights.dtype != _weight_dtype(x.dtype):
-                raise ValueError(
-                    f"topk_weights must be {_weight_dtype(x.dtype)}, got {weights.dtype}"
-                )
-
-    def check_combine(self, rows: Tensor, weights: Tensor | None) -> None:
-        """Raise ValueError where the rows break a rule; the rules are in its texts."""
-        self._check_tensor("rows", rows)
-        if rows.dtype not in SUM_DTYPES and not self._may_be_float64(rows.dtype):
-            raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
-        if rows.dim() != 2 or rows.shape[1] != self.hidden:
-            raise ValueError(
-                f"rows must have shape [M, hidden={self.hidden}], got {list(rows.shape)}"
-            )
-        row_bytes = rows.shape[1] * rows.element_size()
-        if row_bytes % 16:
-            raise ValueError(
-                f"rows must be a multiple of 16 bytes, got {row_bytes} (hidden={self.hidden}, "
-                f"{rows.dtype})"
-            )
-        if row_bytes > self.inbox_row_bytes and not self._may_be_float64(rows.dtype):
-            raise ValueError(
-                f"rows of {rows.dtype} need {row_bytes} bytes, more than the "
-                f"{self.inbox_row_bytes} that dtype={self.dtype} of the Buffer reserves"
-            )
-        if weights is not None:
-            self._check_tensor("weights", weights)
-            if list(weights.shape) != [rows.shape[0]] or weights.dtype != _weight_dtype(rows.dtype):
-                raise ValueError(
-                    f"weights must be {_weight_dtype(rows.dtype)} [M={rows.shape[0]}], got "
-                    f"{weights.dtype} {list(weights.shape)}"
-                )
-
-    def check_handle(self, handle: Handle) -> None:
-        """Raise ValueError for the handle of a Buffer with other sizes."""
-        if handle.layout.shape[0] != self.layout_size:
-            raise ValueError(
-                f"the handle must be of this Buffer, whose layouts have {self.layout_size} words, "
-                f"got one of {handle.layout.shape[0]}"
-            )
-
-    @property
-    def inbox_row_bytes(self) -> int:
-        """Bytes of a summed row on its way home: of ``dtype``, and at least two a value."""
-        return round_up(self.hidden * max(2, self.dtype.itemsize), 16)
-
-    def _may_be_float64(self, dtype: torch.dtype) -> bool:
-        return dtype == torch.float64 and self.backend == "torch"  # for torch.autograd.gradcheck
-
-    def _check_tokens(self, name: str, num_tokens: int) -> None:
-        if num_tokens > self.max_tokens:
-            raise ValueError(
-                f"{name} must have at most max_tokens={self.max_tokens} tokens, got {num_tokens}"
-            )
-
-    def _check_tensor(self, name: str, tensor: Tensor) -> None:
-        if tensor.device != self.device:
-            raise ValueError(f"{name} must be on the Buffer's {self.device}, got {tensor.device}")
-
 
 def find_buffer(buffer_id: int) -> Buffer:
     """The Buffer behind an op's ``buffer_id``."""
@@ -366,15 +245,6 @@ def find_buffer(buffer_id: int) -> Buffer:
     if buffer is None:
         raise RuntimeError(f"hybrid_ep.Buffer {buffer_id} no longer exists")
     return buffer
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of ``multiple`` that is at least ``value``."""
-    return -(-value // multiple) * multiple
-
-
-def _weight_dtype(payload: torch.dtype) -> torch.dtype:
-    return torch.float64 if payload == torch.float64 else torch.float32
 
 
 def _default_device() -> torch.device:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 
 class PeerError(RuntimeError):
     """A rank waited for a peer that died, came too late, or made a different call.
@@ -33,3 +36,10 @@ class PeerError(RuntimeError):
         self.phase = phase
         self.call = call
         self.channel = channel
+        self._reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes by pickle, whole."""
+        told = {"rank": self.rank, "peer": self.peer, "phase": self.phase, "call": self.call}
+        told |= {"reason": self._reason, "channel": self.channel}
+        return functools.partial(PeerError, **told), ()

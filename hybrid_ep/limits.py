@@ -10,6 +10,11 @@ MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
 MAX_ROWS = (2**31 - 1) // 2  # a row travels as int32; half is left to padding
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of ``multiple`` that is at least ``value``."""
+    return -(-value // multiple) * multiple
+
+
 def beyond_nvlink(
     *,
     num_nodes: int,

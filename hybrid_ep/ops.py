@@ -25,6 +25,7 @@ from torch.utils.checkpoint import (
 )
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
+from hybrid_ep import rules
 from hybrid_ep.buffer import Buffer, find_buffer
 from hybrid_ep.handle import Dispatched, Handle
 
@@ -70,13 +71,14 @@ def dispatch(
             + ("neither" if handle is None else "both")
         )
     if handle is None:
+        rules.check_route(buffer, topk_idx, max_rows, align)
         num_tokens, num_rows = topk_idx.shape[0], max_rows
-        buffer.check_dispatch(x, topk_weights, scales, num_tokens)  # before route sends anything
+        rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)  # before route sends
         layout, counts, offsets, required_rows = _route(topk_idx, max_rows, align, buffer.id)
     else:
         if max_rows is not None or align != 1:
             raise ValueError("a replayed layout has its max_rows and align, pass neither")
-        buffer.check_handle(handle)
+        rules.check_handle(buffer, handle)
         num_tokens, num_rows, max_rows = handle.num_tokens, handle.num_rows, handle.max_rows
         layout, counts, offsets = handle.layout, handle.counts, handle.offsets
         required_rows = handle.required_rows
@@ -116,7 +118,7 @@ def combine(
         ValueError: an argument breaks a rule; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
-    buffer.check_handle(handle)
+    rules.check_handle(buffer, handle)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
@@ -133,7 +135,8 @@ def _route(
     topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     buffer = find_buffer(buffer_id)
-    buffer.check_route(topk_idx, max_rows, align)
+    rules.check_route(buffer, topk_idx, max_rows, align)
+    rules.check_experts(buffer, topk_idx)
     return tuple(buffer.verbs.route(topk_idx, max_rows=max_rows, align=align))
 
 
@@ -156,7 +159,7 @@ def _dispatch(
     buffer_id: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     buffer = find_buffer(buffer_id)
-    buffer.check_dispatch(x, weights, scales, num_tokens)
+    rules.check_dispatch(buffer, x, weights, scales, num_tokens)
     rows, row_weights, row_scales = buffer.verbs.dispatch(
         x, weights, scales, layout, num_rows=num_rows
     )
@@ -196,7 +199,7 @@ def _combine(
     buffer_id: int,
 ) -> tuple[Tensor, Tensor]:
     buffer = find_buffer(buffer_id)
-    buffer.check_combine(rows, weights)
+    rules.check_combine(buffer, rows, weights)
     y, home_values = buffer.verbs.combine(rows, weights, values, layout, num_tokens=num_tokens)
     return y, rows.new_empty(0, dtype=torch.float32) if home_values is None else home_values
 

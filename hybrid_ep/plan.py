@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.backends.torch import _Layout as TorchLayout
-from hybrid_ep.buffer import round_up
 from hybrid_ep.config import Config
-from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink
+from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, round_up
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}

@@ -1,5 +1,7 @@
 """Bad input raises ValueError, with the rule and the value got, before anything is sent."""
 
+import pickle
+
 import pytest
 import torch
 
@@ -92,6 +94,18 @@ def route_max_rows_unaligned(call: Call):
     call.dispatch(max_rows=24, align=16)
 
 
+def route_0d(call: Call):
+    call.dispatch(topk_idx=call.topk_idx[0, 0])
+
+
+def route_align_float(call: Call):
+    call.dispatch(align=16.0)
+
+
+def route_max_rows_float(call: Call):
+    call.dispatch(max_rows=16.0)
+
+
 def route_neither(call: Call):
     hybrid_ep.dispatch(call.buffer, call.x)
 
@@ -165,6 +179,9 @@ CALLS = [
     (route_align_0, "align must be an integer of at least 1, got 0"),
     (route_max_rows_negative, "non-negative multiple of align=1, got -1"),
     (route_max_rows_unaligned, "non-negative multiple of align=16, got 24"),
+    (route_0d, "topk_idx must have shape [T, topk=3], got []"),
+    (route_align_float, "align must be an integer of at least 1, got 16.0"),
+    (route_max_rows_float, "non-negative multiple of align=1, got 16.0"),
     (route_neither, "either topk_idx or a handle to replay, got neither"),
     (route_and_handle, "either topk_idx or a handle to replay, got both"),
     (replay_with_max_rows, "a replayed layout has its max_rows"),
@@ -174,9 +191,9 @@ CALLS = [
     (combine_other_hidden, "rows must have shape [M, hidden=32]"),
     (combine_other_rows, "rows must be those of the handle's dispatch"),
     (combine_wide_rows, "rows of torch.float32 need 128 bytes, more than the 64"),
-    (combine_weights_shape, "weights must be torch.float32 [M="),
-    (combine_few_weights, "weights must be torch.float32 [M="),
-    (combine_weights_dtype, "weights must be torch.float32 [M="),
+    (combine_weights_shape, "weights must have shape ["),
+    (combine_few_weights, "weights must have shape ["),
+    (combine_weights_dtype, "weights must be torch.float32, got torch.bfloat16"),
     (combine_other_buffer, "the handle must be of this Buffer"),
 ]
 
@@ -272,3 +289,21 @@ def test_Automodel_2789_backend_is_not_replaced(alone):
     buffer = alone.buffer(**{**CASE.sizes(), "backend": "auto"})
     assert buffer.backend == "torch"
     assert "because the nvlink backend cannot run: rank 0: " in buffer.describe()
+
+
+def test_peer_error_travels_between_processes():
+    facts = {"rank": 1, "peer": 2, "phase": "route", "call": 3, "channel": 4}
+    error = hybrid_ep.PeerError(reason="it slept", **facts)
+    copy = pickle.loads(pickle.dumps(error))
+    assert str(copy) == str(error)
+    assert {name: getattr(copy, name) for name in facts} == facts
+
+
+def test_rows_of_any_width_on_the_torch_backend():
+    buffer = hybrid_ep.Buffer(
+        hidden=5, num_experts=2, max_tokens=3, topk=1, device="cpu", backend="torch"
+    )
+    x = torch.arange(15.0).view(3, 5).bfloat16()
+    out = hybrid_ep.dispatch(buffer, x, torch.tensor([[1], [0], [1]]))
+    assert torch.equal(out.rows, x[[1, 0, 2]])
+    assert torch.equal(hybrid_ep.combine(buffer, out.rows, out.handle), x)
