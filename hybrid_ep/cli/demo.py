@@ -19,7 +19,6 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_ep.buffer import BACKENDS, Buffer
+from hybrid_ep.demo.clock import TimedBuffer
 from hybrid_ep.launch import default_num_ranks, run_ranks
 from hybrid_ep.moe import GroupedExperts, MoELayer, MoEOutput, replicated_parameters
 
@@ -156,7 +156,7 @@ def train(device: torch.device, settings: Settings) -> Report:
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     payload = torch.bfloat16 if device.type == "cuda" else torch.float32
     try:
-        buffer = Buffer(
+        buffer = TimedBuffer(
             hidden=HIDDEN,
             num_experts=NUM_EXPERTS,
             max_tokens=BATCH // num_ranks * SEQUENCE,
@@ -167,7 +167,6 @@ def train(device: torch.device, settings: Settings) -> Report:
         )
     except RuntimeError as error:  # on all ranks: what the backend lacks, without a traceback
         return Report(failure=str(error))
-    clock = buffer._backend = CommunicationClock(buffer.verbs, device)
     name = "the CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
     report = Report("", buffer.backend, buffer.backend_reason, name, num_ranks)
     say = print if rank == 0 else _say_nothing
@@ -201,11 +200,11 @@ def train(device: torch.device, settings: Settings) -> Report:
     valid_every = max(1, settings.steps // 6)
     with Progress(settings.steps, enabled=rank == 0) as progress:
         for step in range(1, settings.steps + 1):
-            clock.take()
+            buffer.take_seconds()
             began = time.perf_counter()
             loss, load = train_step(model, optimizer, training, step, settings.steps)
             report.step_seconds.append(time.perf_counter() - began)
-            report.comm_seconds.append(clock.take())
+            report.comm_seconds.append(buffer.take_seconds())
             report.losses.append(loss)
             report.expert_load.append(load)
             if step == settings.steps or step % valid_every == 0:
@@ -291,44 +290,6 @@ def _be_deterministic(device: torch.device) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.utils.deterministic.fill_uninitialized_memory = False
-
-
-class CommunicationClock:
-    """A backend that adds up the time spent in another: wall time, or GPU time between events."""
-
-    def __init__(self, verbs: Any, device: torch.device) -> None:
-        self._verbs, self._device = verbs, device
-        self._spans: list[tuple[Any, Any]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._verbs, name)
-        return self._timed(attribute) if name in ("route", "dispatch", "combine") else attribute
-
-    def take(self) -> float:
-        """Seconds since the last call; waits for the GPU."""
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            seconds = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
-        else:
-            seconds = sum(end - begin for begin, end in self._spans)
-        self._spans.clear()
-        return seconds
-
-    def _timed(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = self._now()
-            result = verb(*args, **kwargs)
-            self._spans.append((begin, self._now()))
-            return result
-
-        return timed
-
-    def _now(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
 
 
 # ---- the model
