@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep.cli import demo
+from hybrid_ep.demo.model import NUM_EXPERTS
+from hybrid_ep.demo.report import Report
+from hybrid_ep.demo.text import load_text, unigram_bits
 
 
 def arguments(*flags: str) -> argparse.Namespace:
@@ -37,8 +40,8 @@ def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert report["losses"][-1] < report["losses"][0] - 0.5
     assert 4 < report["unigram"] < 5.5 and report["valid"][-1][1] < report["valid"][0][1]
     for load in (layer for step in report["expert_load"] for layer in step):
-        assert len(load) == demo.NUM_EXPERTS
-        assert sum(load) == pytest.approx(demo.NUM_EXPERTS)  # dropless: every slot is somewhere
+        assert len(load) == NUM_EXPERTS
+        assert sum(load) == pytest.approx(NUM_EXPERTS)  # dropless: every slot is somewhere
     assert 0 < sum(report["comm_seconds"]) < sum(report["step_seconds"])
     if with_plot:
         from matplotlib import image
@@ -70,15 +73,15 @@ def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("report", "code", "says"),
     [
-        (demo.Report(layer_error=0.5, layer_tolerance=1e-4), 1, "differs from one process"),
+        (Report(layer_error=0.5, layer_tolerance=1e-4), 1, "differs from one process"),
         (
-            demo.Report(
+            Report(
                 layer_error=0,
                 losses=[5.0, float("nan")],
                 valid=[(0, 8.0)],
                 step_seconds=[1.0, 1.0],
                 comm_seconds=[0.5, 0.5],
-                expert_load=[[[1.0] * demo.NUM_EXPERTS]],
+                expert_load=[[[1.0] * NUM_EXPERTS]],
                 num_ranks=2,
             ),
             1,
@@ -88,7 +91,7 @@ def test_a_plot_without_matplotlib_is_refused_at_once(monkeypatch: pytest.Monkey
     ids=["wrong layer", "loss is nan"],
 )
 def test_failure_is_an_exit_code(
-    report: demo.Report,
+    report: Report,
     code: int,
     says: str,
     monkeypatch: pytest.MonkeyPatch,
@@ -111,6 +114,6 @@ def test_a_rank_that_fails_is_an_exit_code(
 
 
 def test_a_tenth_of_the_files_is_held_out() -> None:
-    learned, held_out = demo.load_text()
+    learned, held_out = load_text()
     assert 0.03 < len(held_out) / len(learned) < 0.3
-    assert demo.unigram_bits(learned, held_out) < 8
+    assert unigram_bits(learned, held_out) < 8
