@@ -12,7 +12,7 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybrid_ep.backends.torch import _Layout as TorchLayout
+from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
 from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, round_up
 from hybrid_ep.topology import Topology
