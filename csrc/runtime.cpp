@@ -35,22 +35,6 @@ cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 
 }  // namespace
 
-namespace kernels {
-
-DeviceLimits device_limits() {
-    int device = 0;
-    DeviceLimits limits{};
-    check_cuda(cudaGetDevice(&device), "current device");
-    check_cuda(cudaDeviceGetAttribute(&limits.num_sms, cudaDevAttrMultiProcessorCount, device),
-               "number of SMs");
-    check_cuda(
-        cudaDeviceGetAttribute(&limits.smem_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
-        "shared memory of a block");
-    return limits;
-}
-
-}  // namespace kernels
-
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     DeviceGuard guard(config.device);
     buffer_ = layout::BufferLayout::make(config.num_ranks, config.num_experts, config.max_tokens,
@@ -59,7 +43,10 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     routing_blocks_ = std::min(buffer_.num_chunks, 64);
 
     // one block per SM, all resident: no grid is larger than what runs at once
-    const int most = std::min(kernels::device_limits().num_sms, layout::kMaxChannels);
+    int num_sms = 0;
+    check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.device),
+               "number of SMs");
+    const int most = std::min(num_sms, layout::kMaxChannels);
     config_.num_sms_publish = std::min(config.num_sms_publish, most);
     config_.num_sms_dispatch = std::min(config.num_sms_dispatch, most);
     config_.num_sms_combine = std::min(config.num_sms_combine, most);

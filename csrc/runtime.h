@@ -1,7 +1,7 @@
 // The host side of the nvlink backend: owns the memory, knows the sizes, launches the kernels.
 //
-// Python checks every tensor before it gets here and passes plain addresses. Nothing here waits for
-// the GPU except required_rows().
+// Python checks every tensor before it gets here and passes plain addresses. Only
+// required_rows() and destroy() wait for the GPU.
 #pragma once
 
 #include <memory>

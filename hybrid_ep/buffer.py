@@ -39,10 +39,11 @@ class Buffer:
         dtype: the widest payload; together with ``scale_bytes`` it sizes the outbox.
         scale_bytes: bytes of scales per token that the outbox holds besides a row of ``dtype``; 0
             suffices where a narrower payload leaves the room (fp8 rows in a bf16 buffer).
-        device: where the tensors live; default: the current CUDA device where there is one and the
-            group can serve it, else the CPU.
+        device: where the tensors live; default: the current CUDA device where there is one, else
+            the CPU.
         backend: ``"torch"``, ``"nvlink"``, or ``"auto"``: nvlink where every rank can, else torch.
-        ranks_per_node: overrides the discovered node size; must divide the number of ranks.
+        ranks_per_node: ranks that reach each other's memory, a divisor of their number; default:
+            all of them. Sums are rounded once more per node.
         config: tuning, equal on all ranks.
 
     Raises:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 class Config:
     """Tuning of one Buffer; equal on all ranks of its group.
 
-    A phase runs on at most the named number of streaming multiprocessors (SMs): one CUDA block
-    per SM, and fewer where the GPU cannot hold so many at once. The torch backend ignores them.
+    A phase runs on at most the named number of streaming multiprocessors (SMs), one CUDA block per
+    SM, and on fewer where a rank's GPU has fewer. Routing is two short kernels with grids of their
+    own. The torch backend ignores them.
 
     Attributes:
         num_sms_publish: SMs that copy a rank's tokens into its outbox.

@@ -14,8 +14,9 @@ class PeerError(RuntimeError):
     Attributes:
         rank: the rank that waited.
         peer: the rank it waited for.
-        phase: what it waited in: ``"build"``, ``"route"``, ``"dispatch"`` or ``"combine"``.
-        call: number of the call on this buffer, counted from 1.
+        phase: what it waited in: ``"route"``, ``"dispatch"`` or ``"combine"``.
+        call: number of the call, counted from 1: among all calls on the Buffer on the torch
+            backend, among those of its phase on nvlink.
         channel: the CUDA block whose flag did not come; None where the backend has no channels.
     """
 

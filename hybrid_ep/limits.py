@@ -7,6 +7,8 @@ ROW_ALIGN = 16  # bytes, of TMA
 MAX_RANKS = 72  # kMaxRanks of csrc/layout/bytes.h: one NVLink domain
 MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per slot
 MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
+MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
+MAX_SCALE_BYTES = 2**14  # per token: they share a stage with a slice of the row
 MAX_ROWS = (2**31 - 1) // 2  # a row travels as int32; half is left to padding
 
 
@@ -23,6 +25,7 @@ def beyond_nvlink(
     topk: int,
     num_experts: int,
     row_bytes: int,
+    scale_bytes: int,
 ) -> list[str]:
     """The limits of the nvlink backend that a shape exceeds, a clause each.
 
@@ -33,6 +36,7 @@ def beyond_nvlink(
         topk: K.
         num_experts: E, over all ranks.
         row_bytes: bytes of a row of the widest payload, without scales.
+        scale_bytes: bytes of scales per token.
 
     Returns:
         list[str]: rule and value of each; empty where the shape fits.
@@ -46,6 +50,8 @@ def beyond_nvlink(
         "the number of ranks": (ranks_per_node, MAX_RANKS),
         "topk": (topk, MAX_TOPK),
         "num_experts": (num_experts, MAX_EXPERTS),
+        "experts of a rank": (num_experts // (num_nodes * ranks_per_node), MAX_LOCAL_EXPERTS),
+        "scale_bytes": (scale_bytes, MAX_SCALE_BYTES),
         "ranks * max_tokens * topk": (ranks_per_node * max_tokens * topk, MAX_ROWS),
     }
     beyond += [

@@ -373,6 +373,7 @@ def make_plan(
             topk=topk,
             num_experts=num_experts,
             row_bytes=hidden * itemsize,
+            scale_bytes=scale_bytes,
         ),
     )
 

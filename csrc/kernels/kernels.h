@@ -88,7 +88,6 @@ struct SumAtHomeParams {
     Context context;
     SumType type;
     int row_bytes;
-    bool has_values;
     char* y;        // [T, row_bytes]
     float* values;  // [T, topk] or null
     int num_tokens, num_blocks;
@@ -96,11 +95,5 @@ struct SumAtHomeParams {
     int32_t* words;
 };
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);
-
-// Shared memory a block may have, and SMs of the current device.
-struct DeviceLimits {
-    int num_sms, smem_bytes;
-};
-DeviceLimits device_limits();
 
 }  // namespace hybrid_ep::kernels

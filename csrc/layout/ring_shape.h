@@ -28,6 +28,7 @@ struct RingShape {
 // faster than more stages of fewer warps, although less is under way.
 HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& record) {
     RingShape shape{6, 0, round_up(slices.slice_bytes + record.trailer_bytes(), 32)};
+    while (shape.num_warps > 1 && shape.with_stages(2).num_stages < 2) --shape.num_warps;
     return shape.with_stages(2);
 }
 

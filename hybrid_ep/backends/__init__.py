@@ -1,4 +1,4 @@
-"""The three ways of moving tokens, behind one protocol."""
+"""The ways of moving tokens, behind one protocol."""
 
 from __future__ import annotations
 

@@ -34,6 +34,7 @@ except ImportError as error:
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_MAIL_LIFETIME = 128  # tickets; half the slots of csrc/runtime.h
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 
@@ -54,6 +55,7 @@ def unavailable_reason(buffer: Buffer) -> str | None:
         topk=buffer.topk,
         num_experts=buffer.num_experts,
         row_bytes=buffer.hidden * buffer.dtype.itemsize,
+        scale_bytes=buffer.scale_bytes,
     )
     return "; ".join(beyond) or None
 
@@ -85,8 +87,11 @@ class NvlinkBackend:
         self._device = buffer.device
         self._timeout_s = config.timeout_s
         self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
+        self._last_ticket = 0
         self._last_stream: torch.cuda.Stream | None = None
 
+        # channels are counted by flags, so all ranks have as many
+        num_sms = min(buffer.gather(_num_sms(buffer.device)))
         self._runtime, mine = None, b""
         try:
             self._runtime = _nvlink.Runtime(
@@ -99,9 +104,9 @@ class NvlinkBackend:
                     topk=buffer.topk,
                     row_capacity=buffer.row_capacity,
                     inbox_row_bytes=buffer.inbox_row_bytes,
-                    num_sms_publish=config.num_sms_publish,
-                    num_sms_dispatch=config.num_sms_dispatch,
-                    num_sms_combine=config.num_sms_combine,
+                    num_sms_publish=min(config.num_sms_publish, num_sms),
+                    num_sms_dispatch=min(config.num_sms_dispatch, num_sms),
+                    num_sms_combine=min(config.num_sms_combine, num_sms),
                     slice_bytes=config.slice_bytes,
                     timeout_s=config.timeout_s,
                 )
@@ -183,7 +188,7 @@ class NvlinkBackend:
             stream,
         )
         if exact:
-            self._tickets[made.layout.data_ptr()] = ticket
+            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
         return made
 
     def dispatch(
@@ -274,7 +279,8 @@ class NvlinkBackend:
 
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
-        if ticket is None:  # a layout of an earlier call, replayed
+        # a replayed layout has no mail, and one that was routed long ago has lost its own
+        if ticket is None or self._last_ticket - ticket >= _MAIL_LIFETIME:
             return int(layout[_REQUIRED_ROWS])
         num_rows = self._runtime.required_rows(ticket, stream)
         if num_rows is None:
@@ -284,6 +290,10 @@ class NvlinkBackend:
 
     def _words(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.int32, device=self._device)
+
+
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -284,7 +284,7 @@ def test_limits_are_those_of_the_extension() -> None:
 
 def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
     shape = {"num_nodes": 1, "ranks_per_node": 2, "max_tokens": 1, "topk": 1, "num_experts": 2}
-    beyond = limits.beyond_nvlink(**shape, row_bytes=24)
+    beyond = limits.beyond_nvlink(**shape, row_bytes=24, scale_bytes=0)
     assert beyond == ["rows must be a multiple of 16 bytes, got 24"]
 
 

@@ -163,6 +163,7 @@ def train_and_evaluate(me: Rank, case: Case, steps: int) -> list[int]:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, topk_weights)
         return out, hybrid_ep.combine(buffer, out.rows * 2, out.handle, weights=out.weights)
 
+    gc.collect()  # what earlier tests left in cycles
     layouts = []
     live = []
     for step in range(steps):
