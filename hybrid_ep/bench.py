@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.buffer import BACKENDS, Buffer
 from hybrid_ep.config import Config
 from hybrid_ep.ops import combine, dispatch
 
@@ -87,6 +87,30 @@ class Options:
     backward: bool = True
     iters: int = 20
     warmup: int = 5
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ValueError where an option breaks a rule, before any rank is started."""
+        for name, values, known in (
+            ("backend", self.backends, BACKENDS),
+            ("dtype", self.dtypes, tuple(DTYPES)),
+            ("sizing", self.sizings, SIZINGS),
+        ):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        for name in ("tokens", "hidden", "experts", "topk", "sms"):
+            if min(getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {min(getattr(self, name))}")
+        for experts in self.experts:
+            if experts % num_ranks:
+                raise ValueError(f"experts must divide by {num_ranks} ranks, got {experts}")
+        if max(self.topk) > min(self.experts):
+            raise ValueError(f"topk must not exceed {min(self.experts)} experts")
+        for hidden, dtype in itertools.product(self.hidden, self.dtypes):
+            if hidden * DTYPES[dtype].itemsize % 16:
+                raise ValueError(f"rows must be a multiple of 16 bytes, got {hidden} {dtype}")
+        if self.iters < 1 or self.warmup < 0 or self.align < 1:
+            raise ValueError("iters and align must be at least 1, warmup at least 0")
 
     def shapes(self) -> Iterator[Shape]:
         """Every combination of the sizes."""

@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-COLUMNS = (
-    ("op", "dispatch, combine, or the backward of one"),
-    ("backend", ""),
-    ("mode", ""),
-    ("sizing", ""),
-    ("ranks", ""),
-    ("T", ""),
-    ("H", ""),
-    ("E", ""),
-    ("K", ""),
-    ("dtype", ""),
-    ("SMs", ""),
-    ("us [min..max]", ""),
-    ("GB/s", ""),
-    ("x bare", ""),
-)
-TEXT_COLUMNS = 4  # to the left; numbers stand to the right
+TEXTS = ("op", "backend", "mode", "sizing")
+NUMBERS = ("ranks", "T", "H", "E", "K", "dtype", "SMs", "us [min..max]", "GB/s", "x bare")
 
 
 def print_table(report: dict[str, Any]) -> None:
     """Print the records, the ceilings and what was skipped."""
     title = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
     rows = [_row(record) for record in report["records"]]
-    names = [name for name, _ in COLUMNS]
+    names = (*TEXTS, *NUMBERS)
     try:
         from rich.console import Console
         from rich.table import Table
@@ -38,11 +24,11 @@ def print_table(report: dict[str, Any]) -> None:
         _print_plain(title, names, rows)
     else:
         table = Table(title=title, title_justify="left")
-        for place, name in enumerate(names):
-            table.add_column(name, justify="left" if place < TEXT_COLUMNS else "right")
+        for name in names:
+            table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
         for row in rows:
             table.add_row(*row)
-        Console(width=None if _is_terminal() else 160).print(table)
+        Console(width=None if sys.stdout.isatty() else 160).print(table)
     print("GB/s: what the busiest rank sends or receives, own tokens not counted.")
     print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
     for name, value in report["ceilings"].items():
@@ -73,16 +59,10 @@ def _print_plain(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]
     print(title)
     for row in (names, *rows):
         cells = (
-            text.ljust(width) if place < TEXT_COLUMNS else text.rjust(width)
-            for place, (text, width) in enumerate(zip(row, widths, strict=True))
+            text.ljust(width) if name in TEXTS else text.rjust(width)
+            for name, text, width in zip(names, row, widths, strict=True)
         )
         print("  ".join(cells).rstrip())
-
-
-def _is_terminal() -> bool:
-    import sys
-
-    return sys.stdout.isatty()
 
 
 # ---- charts

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,7 +26,7 @@ from torch import Tensor
 
 from hybrid_ep.buffer import Buffer, round_up
 from hybrid_ep.config import Config
-from hybrid_ep.handle import Dispatched
+from hybrid_ep.handle import Dispatched, Handle
 from hybrid_ep.launch import default_num_ranks, rank_device, run_ranks
 from hybrid_ep.ops import combine, dispatch
 
@@ -140,19 +142,23 @@ class _World:
         together = dist.is_available() and dist.is_initialized()
         self.num_ranks = dist.get_world_size(group) if together else 1
         self.rank = dist.get_rank(group) if together else 0
-        self._buffers: dict[tuple[int, int], Buffer] = {}
+        self._buffers: dict[tuple[Any, ...], Buffer] = {}
 
-    def buffer(self, tokens: int = TOKENS, hidden: int = HIDDEN) -> Buffer:
-        if (tokens, hidden) not in self._buffers:
-            self._buffers[tokens, hidden] = Buffer(
+    def buffer(
+        self, tokens: int = TOKENS, hidden: int = HIDDEN, dtype: torch.dtype = torch.bfloat16
+    ) -> Buffer:
+        key = (tokens, hidden, dtype)
+        if key not in self._buffers:
+            self._buffers[key] = Buffer(
                 self._group,
                 hidden=hidden,
                 num_experts=EXPERTS_PER_RANK * self.num_ranks,
                 max_tokens=tokens,
                 topk=TOPK,
+                dtype=dtype,
                 **self._arguments,
             )
-        return self._buffers[tokens, hidden]
+        return self._buffers[key]
 
     def agree(self, check: Callable[[_World], str | None]) -> Property:
         """Run one property everywhere and tell everybody what everybody saw."""
@@ -164,14 +170,30 @@ class _World:
             where = traceback.extract_tb(error.__traceback__)[-1]
             place = f"{os.path.basename(where.filename)}:{where.lineno}"
             seen = f"{type(error).__name__}: {error} ({place})"
-        everybody: list[Any] = [(seen, broken)]
-        if self.num_ranks > 1:
-            everybody = [None] * self.num_ranks
-            dist.all_gather_object(everybody, (seen, broken), group=self._group)
-        if any(broken for _, broken in everybody):
-            self.close()  # ranks stopped at different calls: the next property starts afresh
+        name = (check.__doc__ or check.__name__).rstrip(".")
+        try:
+            everybody = self.gather((seen, broken))
+            if any(broken for _, broken in everybody):
+                self.close()  # ranks stopped at different calls: the next property starts afresh
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"the group no longer answers after {name!r}, where this rank saw: {seen}"
+            ) from error
         failures = {rank: seen for rank, (seen, _) in enumerate(everybody) if seen is not None}
-        return Property(check.__doc__.rstrip("."), failures)
+        return Property(name, failures)
+
+    def gather(self, value: Any) -> list[Any]:
+        """One Python object from each rank."""
+        values: list[Any] = [value]
+        if self.num_ranks > 1:
+            values = [None] * self.num_ranks
+            dist.all_gather_object(values, value, group=self._group)
+        return values
+
+    @functools.cached_property
+    def places(self) -> list[str]:
+        """Host and device of each rank."""
+        return self.gather(f"{platform.node()} {self.buffer().device}")
 
     def close(self) -> None:
         if self._buffers and self.num_ranks > 1:
@@ -195,6 +217,7 @@ class _Case:
         holes: whether slots are empty (-1) or repeat an expert.
         align, max_rows: as of dispatch.
         hidden: H.
+        dtype: of what the experts make.
     """
 
     world: _World
@@ -204,6 +227,7 @@ class _Case:
     align: int = 1
     max_rows: int | None = None
     hidden: int = HIDDEN
+    dtype: torch.dtype = torch.bfloat16
 
     @property
     def num_tokens(self) -> tuple[int, ...]:
@@ -240,9 +264,9 @@ class _Case:
         return _bits(source * 65537 + token, self.hidden, self.seed)
 
     def outputs_of(self, source: Tensor, token: Tensor, expert: Tensor) -> Tensor:
-        """What the experts make of these tokens, bf16 ``[N, H]``, of very different sizes."""
+        """What the experts make of these tokens, ``[N, H]``."""
         key = (source * 65537 + token) * 4099 + expert
-        return _numbers(key, self.hidden, self.seed + 1)
+        return _numbers(key, self.hidden, self.seed + 1, self.dtype)
 
     @functools.cached_property
     def expected(self) -> _Expected:
@@ -280,7 +304,7 @@ class _Case:
         """Of the size of the case."""
         if self.hidden == LARGE_HIDDEN:
             return self.world.buffer(LARGE_TOKENS, LARGE_HIDDEN)
-        return self.world.buffer()
+        return self.world.buffer(dtype=self.dtype)
 
     def dispatch(self, **arguments: Any) -> Dispatched:
         """Dispatch of this rank's tokens with their weights."""
@@ -295,12 +319,23 @@ class _Case:
             **arguments,
         )
 
-    def outputs(self) -> Tensor:
-        """Expert outputs of this rank, bf16 ``[M, H]``; NaN where combine must not look."""
+    def combine(self, handle: Handle, *, weighted: bool = False) -> Tensor:
+        """Combine of the expert outputs; called whatever dispatch did, for peers call it too."""
+        rows, weights = self.outputs(handle.num_rows), None
+        if weighted:
+            weights = _of_length(self.row_weights(), handle.num_rows).to(rows.device)
+        return combine(self.buffer(), rows, handle, weights=weights)
+
+    def wrong_sums(self, y: Tensor, *, weighted: bool = False) -> str | None:
+        """Compare what ``combine`` gave."""
+        return _wrong_values(y, self.combined(self.outputs_of, weighted=weighted)[0], "sums")
+
+    def outputs(self, num_rows: int) -> Tensor:
+        """Expert outputs of this rank, ``[M, H]``; NaN where combine must not look."""
         want = self.expected
         outputs = self.outputs_of(want.source, want.token, want.expert)
         outputs[want.source < 0] = float("nan")
-        return outputs.to(self.buffer().device)
+        return _of_length(outputs, num_rows).to(self.buffer().device)
 
     def row_weights(self) -> Tensor:
         """float32 ``[M]`` of this rank's rows, zero on padding; on the host."""
@@ -331,7 +366,7 @@ class _Case:
         """What combine must return here: the ordered sum, the fp64 sum, and a bound between them.
 
         Args:
-            value: bf16 rows of (source, token, expert).
+            value: rows of (source, token, expert), of the case's dtype.
             weighted: whether rows are weighted.
         """
         rank, topology = self.world.rank, self.buffer().topology
@@ -339,11 +374,11 @@ class _Case:
         kept = self._kept_rows if self.max_rows is not None else None
         shape = (num_tokens, self.hidden)
         exact, size = (torch.zeros(shape, dtype=torch.float64) for _ in range(2))
-        home = _OrderedSum(shape)
+        home = _OrderedSum(shape, self.dtype)
         for node in range(topology.num_nodes):
-            of_node = _OrderedSum(shape)
+            of_node = _OrderedSum(shape, self.dtype)
             for local in range(topology.ranks_per_node):
-                of_rank = _OrderedSum(shape)
+                of_rank = _OrderedSum(shape, self.dtype)
                 first = (node * topology.ranks_per_node + local) * EXPERTS_PER_RANK
                 for expert in range(first, first + EXPERTS_PER_RANK):
                     token = (self.routing[rank] == expert).any(dim=1).nonzero().flatten()
@@ -367,12 +402,13 @@ class _Case:
                     size.index_add_(0, token, wide.abs())
                 of_node.add(of_rank.touched, of_rank.rounded())
             home.add(of_node.touched, of_node.rounded())
-        # each rounding to bf16 errs by 2**-8 of what it rounds, each sum in fp32 by 2**-24
+        # each rounding errs by half an eps of what it rounds, each product and sum by 2**-24
         roundings = 2 if topology.num_nodes == 1 else 3
-        bound = size * (roundings * 2.0**-8 + 4 * TOPK * 2.0**-24) * 1.02
+        half_eps = torch.finfo(self.dtype).eps / 2
+        bound = size * (roundings * half_eps + 4 * TOPK * 2.0**-24) * 1.02
         ordered = torch.zeros(shape)
         ordered[home.touched] = home.rounded()
-        return ordered.to(torch.bfloat16), exact, bound
+        return ordered.to(self.dtype), exact, bound
 
     @functools.cached_property
     def _kept_rows(self) -> set[tuple[int, int, int]]:
@@ -385,9 +421,10 @@ class _Case:
 
 
 class _OrderedSum:
-    """Sums in fp32 that begin with their first term."""
+    """Sums in fp32 that begin with their first term and are rounded to a dtype at their end."""
 
-    def __init__(self, shape: tuple[int, int]) -> None:
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype) -> None:
+        self._dtype = dtype
         self._total = torch.zeros(shape)
         self._begun = torch.zeros(shape[0], dtype=torch.bool)
 
@@ -402,7 +439,7 @@ class _OrderedSum:
 
     def rounded(self) -> Tensor:
         """Of the tokens touched."""
-        return self._total[self._begun].to(torch.bfloat16).float()
+        return self._total[self._begun].to(self._dtype).float()
 
 
 @dataclass(frozen=True)
@@ -422,6 +459,11 @@ class _Expected:
         return list(zip(*columns, strict=True))
 
 
+def _of_length(rows: Tensor, num_rows: int) -> Tensor:
+    """The rows themselves, or zeros where dispatch returned another number of them."""
+    return rows if len(rows) == num_rows else rows.new_zeros((num_rows, *rows.shape[1:]))
+
+
 def _mixed(key: Tensor, width: int, seed: int) -> Tensor:
     """int64 ``[N, width]`` of 32 well mixed bits, by key, place and seed."""
     value = key.unsqueeze(1) * 2654435761 + torch.arange(width) * 40503 + seed * 97_003 + 1
@@ -434,13 +476,16 @@ def _bits(key: Tensor, width: int, seed: int) -> Tensor:
     return ((_mixed(key, width, seed) & 0xFFFF) - 0x8000).to(torch.int16)
 
 
-def _numbers(key: Tensor, width: int, seed: int) -> Tensor:
-    """bf16 ``[N, width]``: from 2**-12 to 2**12, so that the order of a sum in fp32 shows."""
+def _numbers(key: Tensor, width: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    """``[N, width]``: from 2**-12 to 2**12 in size, and every other one plus or minus 2**30.
+
+    Rounding to bf16 would hide in which order a sum was made, if large terms did not cancel.
+    """
     mixed = _mixed(key, width, seed)
-    significand = 1 + (mixed & 0x7F).float() / 128
-    exponent = (mixed >> 7) % 24 - 12
-    sign = 1 - 2 * ((mixed >> 20) & 1).float()
-    return (sign * torch.ldexp(significand, exponent)).to(torch.bfloat16)
+    significand = 1 + (mixed & 0xFFFF).float() / 0x10000
+    exponent = (mixed >> 16) % 24 - 12
+    size = torch.where(mixed >> 24 & 1 == 1, 2.0**30, torch.ldexp(significand, exponent))
+    return (size * (1 - 2 * (mixed >> 25 & 1))).to(dtype)
 
 
 # ---- what was seen
@@ -512,19 +557,20 @@ def _dirty(buffer: Buffer, num_rows: int) -> None:
 
 def _peers(world: _World) -> str | None:
     """Every peer's tokens arrive."""
-    case = _Case(world, seed=1)
-    rows = set(map(tuple, case.dispatch().rows.cpu().view(torch.int16).tolist()))
+    case, places = _Case(world, seed=1), world.places
+    rows = Counter(map(tuple, case.dispatch().rows.cpu().view(torch.int16).tolist()))
     want = case.expected
-    missing = {}
+    missing = []
     for source in range(world.num_ranks):
         token = want.token[want.source == source]
-        sent = case.rows_of(torch.full_like(token, source), token).tolist()
-        lost = sum(tuple(row) not in rows for row in sent)
+        sent = Counter(map(tuple, case.rows_of(torch.full_like(token, source), token).tolist()))
+        lost = (sent - rows).total()
         if lost:
-            missing[source] = f"{lost} of {len(sent)} rows from rank {source}"
-    if not missing:
-        return None
-    return "did not get " + ", ".join(missing.values())
+            missing.append(
+                f"{lost} of {sent.total()} rows from rank {source} "
+                f"({places[source]} to {places[world.rank]})"
+            )
+    return "did not get " + ", ".join(missing) if missing else None
 
 
 def _order(world: _World) -> str | None:
@@ -591,16 +637,15 @@ def _large(world: _World) -> str | None:
 
 def _ragged(world: _World) -> str | None:
     """Ranks may have different numbers of tokens, or none."""
-    sizes = (17, 0, TOKENS, 1)
+    sizes, seen = (17, 0, TOKENS, 1), []
     for seed, tokens in (
         (7, tuple(sizes[r % 4] for r in range(world.num_ranks))),
         (8, tuple(sizes[(r + 1) % 4] for r in range(world.num_ranks))),
         (9, (0,) * world.num_ranks),
     ):
-        seen = _wrong_round_trip(_Case(world, seed=seed, tokens=tokens))
-        if seen is not None:
-            return f"with T {list(tokens)}: {seen}"
-    return None
+        wrong = _wrong_round_trip(_Case(world, seed=seed, tokens=tokens))
+        seen.append(wrong and f"with T {list(tokens)}: {wrong}")
+    return _first(*seen)
 
 
 def _holes(world: _World) -> str | None:
@@ -610,24 +655,13 @@ def _holes(world: _World) -> str | None:
 
 def _wrong_round_trip(case: _Case) -> str | None:
     out = case.dispatch()
-    y = (
-        combine(
-            case.buffer(),
-            case.outputs(),
-            out.handle,
-            weights=case.row_weights().to(out.rows.device),
-        )
-        if len(out.rows) == len(case.expected.source)
-        else None
-    )
-    seen = _first(
+    y = case.combine(out.handle, weighted=True)
+    return _first(
         _wrong_counts(case, out),
         _wrong_rows(case, out.rows),
         _wrong_values(out.weights, case.row_weights(), "weights"),
+        case.wrong_sums(y, weighted=True),
     )
-    if seen is not None or y is None:
-        return seen or "no rows"
-    return _wrong_values(y, case.combined(case.outputs_of, weighted=True)[0], "sums")
 
 
 def _align(world: _World) -> str | None:
@@ -641,47 +675,51 @@ def _max_rows(world: _World) -> str | None:
     """With max_rows, rows beyond it are dropped and the overflow flag is exact."""
     whole = _Case(world, seed=12, holes=True, align=8)
     required = [whole.expected_of(r).required for r in range(world.num_ranks)]
-    # all drop; only those above the least drop; the busiest just fits; room to spare
+    seen = []
+    # all drop; all but the least drop; the busiest just fits; there is room to spare
     for bound in (8 * (min(required) // 16), min(required), max(required), max(required) + 16):
         case = replace(whole, max_rows=bound)
         _dirty(case.buffer(), bound)
         out = case.dispatch()
+        y = case.combine(out.handle)
         overflow, needed = bool(out.handle.overflow), required[world.rank]
-        y = combine(case.buffer(), case.outputs(), out.handle)
-        seen = _first(
+        wrong = _first(
             None
             if overflow == (needed > bound)
             else f"overflow is {overflow} where {needed} rows were needed",
             _wrong_counts(case, out),
             _wrong_rows(case, out.rows),
             _wrong_values(out.weights, case.row_weights(), "weights"),
-            _wrong_values(y, case.combined(case.outputs_of, weighted=False)[0], "sums"),
+            case.wrong_sums(y),
         )
-        if seen is not None:
-            return f"with max_rows {bound}: {seen}"
-    return None
+        seen.append(wrong and f"with max_rows {bound}: {wrong}")
+    return _first(*seen)
 
 
 def _combine(world: _World) -> str | None:
     """Combine adds in the stated order: equal to the last bit."""
     case = _Case(world, seed=13)
-    y = combine(case.buffer(), case.outputs(), case.dispatch().handle)
-    return _wrong_values(y, case.combined(case.outputs_of, weighted=False)[0], "sums")
+    return case.wrong_sums(case.combine(case.dispatch().handle))
 
 
 def _combine_weighted(world: _World) -> str | None:
     """A weighted combine does too."""
     case = _Case(world, seed=14)
-    weights = case.row_weights().to(case.buffer().device)
-    y = combine(case.buffer(), case.outputs(), case.dispatch().handle, weights=weights)
-    return _wrong_values(y, case.combined(case.outputs_of, weighted=True)[0], "sums")
+    y = case.combine(case.dispatch().handle, weighted=True)
+    return case.wrong_sums(y, weighted=True)
+
+
+def _combine_fp32(world: _World) -> str | None:
+    """Combine of fp32 rows does too, where every rounding shows."""
+    case = _Case(world, seed=25, holes=True, dtype=torch.float32)
+    y = case.combine(case.dispatch().handle, weighted=True)
+    return case.wrong_sums(y, weighted=True)
 
 
 def _combine_bound(world: _World) -> str | None:
     """Combine errs no more than its roundings allow, against fp64."""
     case = _Case(world, seed=15)
-    weights = case.row_weights().to(case.buffer().device)
-    y = combine(case.buffer(), case.outputs(), case.dispatch().handle, weights=weights)
+    y = case.combine(case.dispatch().handle, weighted=True)
     _, exact, bound = case.combined(case.outputs_of, weighted=True)
     error = (y.cpu().double() - exact).abs()
     if bool((error <= bound).all()):
@@ -706,10 +744,9 @@ def _dispatch_gradient(world: _World) -> str | None:
     def row_weight_gradient(source: Tensor, token: Tensor, expert: Tensor) -> Tensor:
         return _numbers((source * 65537 + token) * 4099 + expert, 1, 162).float().squeeze(1)
 
-    grad_rows = case.outputs()
-    grad_weights = row_weight_gradient(want.source, want.token, want.expert).to(buffer.device)
-    if len(out.rows) != len(want.source):
-        grad_rows, grad_weights = torch.zeros_like(out.rows), torch.zeros_like(out.weights)
+    grad_rows = case.outputs(len(out.rows))
+    grad_weights = row_weight_gradient(want.source, want.token, want.expert)
+    grad_weights = _of_length(grad_weights, len(out.rows)).to(buffer.device)
     got_x, got_weights = torch.autograd.grad(
         (out.rows, out.weights), (x, topk_weights), (grad_rows, grad_weights)
     )
@@ -730,13 +767,15 @@ def _combine_gradient(world: _World) -> str | None:
     buffer, me = case.buffer(), world.rank
     want = case.expected
     handle = case.dispatch().handle
-    rows = case.outputs().requires_grad_()
-    weights = case.row_weights().to(buffer.device).requires_grad_()
+    rows = case.outputs(handle.num_rows).requires_grad_()
+    weights = _of_length(case.row_weights(), handle.num_rows).to(buffer.device).requires_grad_()
     y = combine(buffer, rows, handle, weights=weights)
     grad_y = _numbers(me * 65537 + torch.arange(case.num_tokens[me]), HIDDEN, 171)
     got_rows, got_weights = torch.autograd.grad(y, (rows, weights), grad_y.to(buffer.device))
     arrived = _numbers(want.source * 65537 + want.token, HIDDEN, 171)
     weighted = (arrived * case.row_weights().unsqueeze(1)).to(torch.bfloat16)
+    if len(rows) != len(want.source):
+        return f"{len(rows)} rows, not {len(want.source)}"
     products = rows.detach().cpu().double() * arrived.double()
     error = (got_weights.cpu().double() - products.sum(dim=1)).abs()
     bound = products.abs().sum(dim=1) * HIDDEN * 2.0**-24
@@ -757,9 +796,8 @@ def _handles(world: _World) -> str | None:
     seen = [_wrong_rows(case, out.rows) for case, out in zip(cases, outs, strict=True)]
     for index in (1, 2, 0):
         case = cases[index]
-        y = combine(case.buffer(), case.outputs(), outs[index].handle)
-        wanted = case.combined(case.outputs_of, weighted=False)[0]
-        seen.append(_wrong_values(y, wanted, f"sums of handle {index}"))
+        wrong = case.wrong_sums(case.combine(outs[index].handle))
+        seen.append(wrong and f"handle {index}: {wrong}")
     return _first(*seen)
 
 
@@ -792,8 +830,7 @@ def _repeatable(world: _World) -> str | None:
     first: tuple[Tensor, ...] | None = None
     for time in range(5):
         out = case.dispatch()
-        outputs = case.outputs()
-        y = combine(case.buffer(), outputs, out.handle, weights=out.weights)
+        y = case.combine(out.handle, weighted=True)
         got = tuple(t.cpu() for t in (out.rows, out.weights, y))
         first = first or got
         for name, now, before in zip(("rows", "weights", "sums"), got, first, strict=True):
@@ -814,6 +851,7 @@ PROPERTIES: tuple[Callable[[_World], str | None], ...] = (
     _max_rows,
     _combine,
     _combine_weighted,
+    _combine_fp32,
     _combine_bound,
     _dispatch_gradient,
     _combine_gradient,
@@ -824,6 +862,26 @@ PROPERTIES: tuple[Callable[[_World], str | None], ...] = (
 
 
 # ---- ranks for a command
+
+
+def ranks_here(asked: int | None) -> int:
+    """The number of ranks that ``on_ranks`` will use.
+
+    Raises:
+        ValueError: less than 1, or another number than torchrun started.
+    """
+    if _under_torchrun():
+        started = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, started):
+            raise ValueError(f"--ranks must be the {started} that torchrun started, got {asked}")
+        return started
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks must be at least 1, got {asked}")
+    return default_num_ranks() if asked is None else asked
+
+
+def _under_torchrun() -> bool:
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 @dataclass(frozen=True)
@@ -841,7 +899,7 @@ def on_ranks(
 
     Args:
         function: as of ``launch.run_ranks``.
-        num_ranks: None for torchrun's, or the default of this machine.
+        num_ranks: as ``ranks_here`` takes it.
         args: passed on.
         device: ``"auto"`` or ``"cpu"``.
 
@@ -849,17 +907,12 @@ def on_ranks(
         Ran: what the ranks returned, in rank order.
 
     Raises:
-        ValueError: another number of ranks than torchrun started.
+        ValueError: as of ``ranks_here``.
         RuntimeError: a rank raised or died.
     """
-    if not {"RANK", "WORLD_SIZE"} <= os.environ.keys():
-        num_ranks = default_num_ranks() if num_ranks is None else num_ranks
-        if num_ranks < 1:
-            raise ValueError(f"--ranks must be at least 1, got {num_ranks}")
-        return Ran(run_ranks(function, num_ranks, *args, device=device))
-    started = int(os.environ["WORLD_SIZE"])
-    if num_ranks not in (None, started):
-        raise ValueError(f"--ranks must be the {started} that torchrun started, got {num_ranks}")
+    started = ranks_here(num_ranks)
+    if not _under_torchrun():
+        return Ran(run_ranks(function, started, *args, device=device))
     mine = rank_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), device)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)

@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 import torch
 
 from hybrid_ep import bench, bench_report
-from hybrid_ep.buffer import BACKENDS
-from hybrid_ep.check import on_ranks
+from hybrid_ep.check import on_ranks, ranks_here
 
 HELP = "time dispatch and combine on this machine"
 
@@ -74,10 +74,12 @@ def run(args: argparse.Namespace) -> int:
         iters=args.iters,
         warmup=args.warmup,
     )
-    for backend in options.backends:
-        if backend not in BACKENDS:
-            raise ValueError(f"--backend must be of {', '.join(BACKENDS)}, got {backend!r}")
-    ran = on_ranks(bench.measure, args.ranks, options, device=args.device)
+    options.check(ranks_here(args.ranks))
+    try:
+        ran = on_ranks(bench.measure, args.ranks, options, device=args.device)
+    except RuntimeError as error:
+        print(f"hybrid-ep bench: {error}", file=sys.stderr)
+        return 1
     if not ran.speaks:
         return 0
     report = {**bench.describe_machine(args.device, len(ran.values)), **ran.values[0]}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import sys
 
 import torch
 
@@ -30,9 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check and print; 1 if a property fails."""
-    ran = check.on_ranks(
-        _on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device
-    )
+    try:
+        ran = check.on_ranks(
+            _on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device
+        )
+    except RuntimeError as error:
+        print(f"hybrid-ep check: {error}", file=sys.stderr)
+        return 1
     return 0 if ran.values[0].ok else 1
 
 
