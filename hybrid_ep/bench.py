@@ -522,7 +522,8 @@ def _ceilings(device: torch.device) -> dict[str, float]:
     return found[0]
 
 
-def _copy_gbps(source: torch.device, target: torch.device, num_bytes: int = 1 << 28) -> float:
+def _copy_gbps(source: torch.device, target: torch.device) -> float:
+    num_bytes = 1 << (30 if source.type == "cuda" else 28)  # milliseconds: launching is in it
     a = torch.zeros(num_bytes, dtype=torch.uint8, device=source)
     b = torch.zeros(num_bytes, dtype=torch.uint8, device=target)
 
