@@ -142,17 +142,18 @@ class TorchBackend:
     ) -> tuple[Tensor, Tensor, Tensor, int]:
         """Rows ordered by (local expert, source rank, source token), the last two as copies are."""
         slot = self._is_mine(copies).flatten().nonzero().squeeze(1)  # copy * K + place
-        expert = copies.flatten()[slot] - self._topology.rank * self._num_local_experts
+        expert = copies.flatten().index_select(0, slot)
+        expert -= self._topology.rank * self._num_local_experts
         counts = torch.bincount(expert, minlength=self._num_local_experts)
         ends = counts.add(align - 1).div(align, rounding_mode="floor").mul(align).cumsum(0)
         offsets = torch.cat([ends.new_zeros(1), ends])
         required = int(offsets[-1])
 
-        order = torch.argsort(expert, stable=True)
+        order = _stable_order(expert)
         unpadded = counts.cumsum(0) - counts
-        row = torch.empty_like(expert)
-        row[order] = torch.arange(expert.numel(), dtype=row.dtype, device=self._device)
-        row += (offsets[:-1] - unpadded)[expert]
+        ascending = torch.arange(expert.numel(), dtype=expert.dtype, device=self._device)
+        row = torch.empty_like(expert).scatter_(0, order, ascending)
+        row += (offsets[:-1] - unpadded).index_select(0, expert)
         if max_rows is not None and required > max_rows:
             # rows beyond the bound are dropped: the last experts lose theirs first
             row = torch.where(row < max_rows, row, -1)
@@ -160,7 +161,7 @@ class TorchBackend:
             counts = torch.minimum(counts, kept)
             offsets = offsets.clamp(max=max_rows)
         copy_rows = torch.full_like(copies, -1)
-        copy_rows.view(-1)[slot] = row
+        copy_rows.view(-1).scatter_(0, slot, row)
         return copy_rows, counts, offsets, required
 
     def _is_mine(self, experts: Tensor) -> Tensor:
@@ -190,10 +191,12 @@ class TorchBackend:
 
         copy_rows = parts.copy_rows.flatten()
         slot = (copy_rows >= 0).nonzero().squeeze(1)  # copy * K + place
-        row = copy_rows[slot].long()
-        copy = slot // self._topk
+        row = copy_rows.index_select(0, slot).long()
+        source = slot // self._topk
+        if outbox is not None:
+            source = parts.sources.index_select(0, source).long()
         source_of_row = torch.zeros(num_rows, dtype=torch.long, device=self._device)
-        source_of_row[row] = copy if outbox is None else parts.sources[copy].long()
+        source_of_row.scatter_(0, row, source)
         padding = None
         if row.numel() < num_rows:
             padding = torch.ones(num_rows, dtype=torch.bool, device=self._device)
@@ -216,9 +219,9 @@ class TorchBackend:
         moved_scales = None if scales is None else move(published[1], scales)
         if weights is None:
             return rows, None, moved_scales
-        by_place = published[2].view(weights.dtype)
-        row_weights = weights.new_zeros(num_rows)
-        row_weights[row] = by_place[source_of_row[row], slot % self._topk]
+        by_place = published[2].view(weights.dtype).flatten()
+        row_weights = by_place.index_select(0, source * self._topk + slot % self._topk)
+        row_weights = weights.new_zeros(num_rows).scatter_(0, row, row_weights)
         return rows, row_weights, moved_scales
 
     def _outbox_for(self, phase: str, widths: tuple[int, ...]) -> HostOutbox | None:
@@ -350,3 +353,16 @@ class TorchBackend:
         recvs[me] = recvs[me][:0]
         self._exchange([[t] for t in sends], [[t] for t in recvs], phase=phase, call=self._call)
         return received
+
+
+def _stable_order(keys: Tensor) -> Tensor:
+    """As ``keys.argsort(stable=True)`` of int32 keys.
+
+    On the CPU torch sorts by radix from 32768 keys on, three times faster, which T * K is often
+    just short of.
+    """
+    missing = 32768 - keys.numel()
+    if keys.device.type != "cpu" or not 0 < missing < 16384:
+        return keys.argsort(stable=True)
+    last = torch.iinfo(keys.dtype).max
+    return torch.nn.functional.pad(keys, (0, missing), value=last).argsort(stable=True)[:-missing]
