@@ -55,6 +55,9 @@ PYBIND11_MODULE(_nvlink, m) {
         .def("required_rows", &Runtime::required_rows, py::call_guard<py::gil_scoped_release>())
         .def("fault", &Runtime::fault);
 
+    m.def("free_unread_memory", &memory::free_unread_parts,
+          py::call_guard<py::gil_scoped_release>());
+
     // Sizes without a GPU, for `plan` and its test.
     m.def("symmetric_bytes", [](int num_ranks, int num_experts, int max_tokens, int topk,
                                 int row_capacity, int inbox_row_bytes) {

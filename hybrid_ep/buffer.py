@@ -21,6 +21,7 @@ _next_id = itertools.count()
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 BACKENDS = ("auto", "torch", "nvlink")
+_LIVE, _RELEASED, _DESTROYED = "live", "released", "destroyed"
 
 
 class Buffer:
@@ -117,6 +118,7 @@ class Buffer:
             "config": repr(config),
         }
         self._agree_on(settings)
+        self._state = _LIVE
         self._backend, self.backend_reason = self._make_backend(backend)
         self.id = next(_next_id)
         _buffers[self.id] = self
@@ -147,7 +149,7 @@ class Buffer:
             f"{t.ranks_per_node}, {self.device}\n"
             f"  {self.num_experts} experts ({self.num_local_experts} a rank), top-{self.topk}, "
             f"hidden {self.hidden}, at most {self.max_tokens} tokens of {self.dtype}\n"
-            f"  {self._backend.describe()}\n"
+            f"  {self._backend.describe()}{', released' if self._state == _RELEASED else ''}\n"
             f"  because {self.backend_reason}"
         )
 
@@ -162,6 +164,52 @@ class Buffer:
         """
         self.verbs.check()
 
+    def release(self) -> None:
+        """Give the memory back until ``restore``, so that the GPU can serve something else.
+
+        Collective. When it returns, every rank has freed its part; calls raise RuntimeError until
+        ``restore``. Handles stay valid: they own their metadata. Does nothing on a Buffer that is
+        released already. A CUDA graph that was captured before holds addresses of the memory that
+        is gone: capture it again after ``restore``, and never replay the old one.
+
+        Raises:
+            RuntimeError: the buffer was destroyed, or an earlier call on some rank failed (then on
+                all of them: destroy it).
+        """
+        self._refuse_if_destroyed()
+        if self._state == _RELEASED:
+            return
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)  # so that every failure is known
+        failure = None
+        try:
+            self._backend.check()
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        for rank, theirs in enumerate(self.gather(failure and str(failure))):
+            if theirs is not None:
+                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
+        self._backend.destroy()
+        self._state = _RELEASED
+        self.gather(None)  # now nobody maps a peer's memory
+        self._backend.reclaim()
+        self.gather(None)  # and now nobody holds any
+
+    def restore(self) -> None:
+        """Take the memory again after ``release``: the same backend, sizes and id as before.
+
+        Collective. Does nothing on a Buffer that is not released.
+
+        Raises:
+            RuntimeError: the buffer was destroyed, or a rank has no memory for it; then it stays
+                released on all ranks, and may be restored later.
+        """
+        self._refuse_if_destroyed()
+        if self._state == _LIVE:
+            return
+        self._backend = self._remake_backend()
+        self._state = _LIVE
+
     def destroy(self) -> None:
         """Give the memory back. Idempotent, waits for no peer, safe after a PeerError.
 
@@ -169,20 +217,25 @@ class Buffer:
         every peer has destroyed its Buffer as well.
         """
         self._backend.destroy()
-        self._destroyed = True
-
-    _destroyed = False
+        self._state = _DESTROYED
 
     @property
     def verbs(self) -> Backend:
         """The backend, for the ops.
 
         Raises:
-            RuntimeError: the buffer was destroyed.
+            RuntimeError: the buffer was destroyed or is released.
         """
-        if self._destroyed:
-            raise RuntimeError("this hybrid_ep.Buffer was destroyed")
+        if self._state != _LIVE:
+            self._refuse_if_destroyed()
+            raise RuntimeError(
+                "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks"
+            )
         return self._backend
+
+    def _refuse_if_destroyed(self) -> None:
+        if self._state == _DESTROYED:
+            raise RuntimeError("this hybrid_ep.Buffer was destroyed")
 
     # ---- construction
 
@@ -219,6 +272,14 @@ class Buffer:
         if self.topology.rank == 0 and self.device.type == "cuda":
             _log.warning("using the torch backend, which is slow: %s", why_not)
         return self._torch_backend(), why_not
+
+    def _remake_backend(self) -> Backend:
+        """The backend that was picked, once more."""
+        if self.backend == "torch":
+            return self._torch_backend()
+        from hybrid_ep.backends import nvlink
+
+        return nvlink.NvlinkBackend(self)
 
     def _torch_backend(self) -> TorchBackend:
         return TorchBackend(

@@ -34,8 +34,11 @@ bool all_peers_closed(const Kept& part) {
     return true;
 }
 
+}  // namespace
+
 void free_unread_parts() {
     std::lock_guard<std::mutex> lock(kept_mutex);
+    if (kept_parts.empty()) return;  // perhaps there is no GPU to ask
     int before = 0;
     cudaGetDevice(&before);
     auto still_read = [](const Kept& part) {
@@ -49,8 +52,6 @@ void free_unread_parts() {
     cudaSetDevice(before);
     cudaGetLastError();
 }
-
-}  // namespace
 
 PeerMemory::PeerMemory(int rank, const layout::BufferLayout& layout)
     : rank_(rank), layout_(layout) {
@@ -93,6 +94,11 @@ void PeerMemory::close() {
         if (peer == rank_ || peers_.base[peer] == nullptr) continue;
         cudaMemcpy(peers_.base[peer] + layout_.closed_flag(rank_), &mark, sizeof(mark),
                    cudaMemcpyHostToDevice);
+    }
+    // such a copy may return before it has arrived, and whoever waited for this rank looks for it
+    cudaDeviceSynchronize();
+    for (int peer = 0; peer < layout_.num_ranks; ++peer) {
+        if (peer == rank_ || peers_.base[peer] == nullptr) continue;
         cudaIpcCloseMemHandle(peers_.base[peer]);
     }
     int device = 0;

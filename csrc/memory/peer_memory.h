@@ -16,7 +16,8 @@ namespace hybrid_ep::memory {
 //
 // Closing waits for no peer, and yet nobody's memory disappears while a peer still reads it: each
 // rank leaves a mark in the others' memory when it unmaps it, and a part is freed when it has all
-// marks; until then it is kept aside, and looked at again when a Buffer is made or closed.
+// marks; until then it is kept aside, and looked at again when a Buffer is made or closed, and by
+// free_unread_parts().
 class PeerMemory {
   public:
     PeerMemory(int rank, const layout::BufferLayout& layout);
@@ -38,5 +39,9 @@ class PeerMemory {
     layout::BufferLayout layout_;
     Peers peers_{};
 };
+
+// Frees the parts of closed Buffers that no peer maps any more. After a barrier behind everybody's
+// close() that is all of a Buffer.
+void free_unread_parts();
 
 }  // namespace hybrid_ep::memory

@@ -72,3 +72,7 @@ class Backend(Protocol):
     def destroy(self) -> None:
         """Give back what the backend holds; idempotent, waits for no peer."""
         ...
+
+    def reclaim(self) -> None:
+        """Free what `destroy` kept for peers; called once all ranks have destroyed theirs."""
+        ...

@@ -139,6 +139,9 @@ class NvlinkBackend:
         if self._runtime is not None:
             self._runtime.destroy()
 
+    def reclaim(self) -> None:
+        _nvlink.free_unread_memory()
+
     def check(self) -> None:
         fault = self._runtime.fault()
         if fault is None:

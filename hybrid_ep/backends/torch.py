@@ -87,6 +87,10 @@ class TorchBackend:
 
     def destroy(self) -> None:
         self._outbox = None
+        self._memory = HostMemory()
+
+    def reclaim(self) -> None:
+        pass  # the system keeps shared memory until the last rank has let go of it
 
     # ---- route
 

@@ -1,0 +1,135 @@
+"""The nvlink backend on ranks without a GPU: an extension that fails where a test wants it to."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+
+from hybrid_ep.backends import nvlink
+from tests.cases import Case
+from tests.launch import Rank
+from tests.ranks.memory import what_it_raises
+
+CASE = Case("fake", num_ranks=3)
+
+
+@dataclass
+class Fake:
+    """``hybrid_ep._nvlink`` for one rank: remembers what it was asked, and when.
+
+    Attributes:
+        fails: what CUDA says, for each call that is to fail.
+        events: (call, time of the host's clock, which ranks share).
+    """
+
+    fails: dict[str, str] = field(default_factory=dict)
+    events: list[tuple[str, float]] = field(default_factory=list)
+
+    RuntimeConfig = SimpleNamespace
+    handle_words = 64
+    symmetric_bytes = 1 << 20
+
+    def note(self, call: str) -> None:
+        self.events.append((call, time.monotonic()))
+        if call in self.fails:
+            raise RuntimeError(self.fails[call])
+
+    def Runtime(self, config: SimpleNamespace) -> Fake:
+        self.note("Runtime")
+        return self
+
+    def ipc_handle(self) -> bytes:
+        self.note("ipc_handle")
+        return b"handle"
+
+    def open_peers(self, handles: list[bytes]) -> None:
+        self.note("open_peers")
+
+    def destroy(self) -> None:
+        self.note("destroy")
+
+    def fault(self) -> None:
+        return None
+
+    def free_unread_memory(self) -> None:
+        self.note("free_unread_memory")
+
+    def times(self, call: str) -> list[float]:
+        return [when for what, when in self.events if what == call]
+
+
+@contextlib.contextmanager
+def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
+    """What a Hopper with this extension would answer."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (nvlink, "_nvlink", fake),
+            (nvlink, "_num_sms", lambda device: 132),
+            (nvlink, "host_name", lambda: host),
+            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+            (torch.cuda, "synchronize", lambda device: None),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def build(
+    me: Rank, backend: str, fails: dict[int, dict[str, str]], hosts: list[str], sizes: dict
+) -> dict[str, Any]:
+    """A Buffer on fake GPUs: how building it went, and what was asked of the extension.
+
+    Args:
+        me: the rank.
+        backend: asked for.
+        fails: for each rank, the calls that fail and what CUDA says then.
+        hosts: of the ranks, in turn.
+        sizes: of the Buffer, where they are not those of CASE.
+    """
+    fake = Fake(fails.get(me.rank, {}))
+    told = {"error": "", "backend": None, "describe": ""}
+    with gpu_with(fake, hosts[me.rank % len(hosts)]):
+        try:
+            arguments = {**CASE.on(me.num_ranks).sizes(), **sizes}
+            buffer = me.buffer(**arguments, device="cuda:0", backend=backend)
+        except RuntimeError as error:
+            told["error"] = str(error)
+        else:
+            told["backend"], told["describe"] = buffer.backend, buffer.describe()
+            buffer.destroy()
+    return {**told, "calls": [call for call, _ in fake.events]}
+
+
+def release_and_restore(me: Rank) -> dict[str, Any]:
+    """When each rank's part was closed and freed; and a restore that finds no memory at first."""
+    fake = Fake()
+    with gpu_with(fake):
+        buffer = me.buffer(**CASE.on(me.num_ranks).sizes(), device="cuda:0", backend="nvlink")
+        if me.rank == 0:
+            time.sleep(0.2)  # the others must wait for me before they look for unread memory
+        buffer.release()
+        released = time.monotonic()
+        seen = {name: fake.times(name)[-1] for name in ("destroy", "free_unread_memory")}
+        if me.rank == 1:
+            fake.fails = {"Runtime": "allocation of symmetric memory: out of memory"}
+        refused = what_it_raises(buffer.restore)
+        still = what_it_raises(buffer.check)
+        fake.fails = {}
+        buffer.restore()
+        buffer.check()
+        described = buffer.describe()
+        buffer.destroy()
+    return {
+        **seen,
+        "released": released,
+        "refused": refused,
+        "still": still,
+        "backend": buffer.backend,
+        "describe": described,
+    }

@@ -1,0 +1,122 @@
+"""A Buffer that gives its memory back for a while, as a trainer does before it generates text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import hybrid_ep
+from tests.cases import Case
+from tests.launch import Rank
+from tests.ranks.verbs import send
+
+
+def held_bytes(me: Rank) -> int:
+    """What is in use on my GPU, by whomever; on the CPU, what I map of the shared outbox."""
+    if me.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(me.device)
+        return total - free
+    with open("/proc/self/maps") as maps:
+        spans = [line.split()[0].split("-") for line in maps if "/memfd:hybrid_ep" in line]
+    return sum(int(end, 16) - int(begin, 16) for begin, end in spans)
+
+
+def together(me: Rank, look: Callable[[Rank], int]) -> int:
+    """Look while no rank does anything else."""
+    if me.num_ranks > 1:
+        dist.barrier()
+    seen = look(me)
+    if me.num_ranks > 1:
+        dist.barrier()
+    return seen
+
+
+def what_it_raises(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def release_and_restore(me: Rank, case: Case) -> dict[str, Any]:
+    """A forward, a release in the middle of it, and the rest of it after a restore."""
+    buffer = me.buffer(**case.sizes())
+    name = buffer.id
+    x = case.values(me.rank, "x", case.num_tokens(me.rank)).to(me.device).requires_grad_()
+    inputs = replace(case.inputs(me.rank), x=x)
+    out = send(me, buffer, inputs)
+    y = hybrid_ep.combine(buffer, torch.tanh(out.rows), out.handle, weights=out.weights)
+    grad_y = case.values(me.rank, "grad y", len(y)).to(me.device)
+    (grad_x,) = torch.autograd.grad(y, x, grad_y, retain_graph=True)
+
+    held = {"before": together(me, held_bytes)}
+    buffer.release()
+    buffer.release()
+    held["released"] = together(me, held_bytes)
+    refused = {
+        "dispatch": what_it_raises(lambda: send(me, buffer, inputs)),
+        "replay": what_it_raises(lambda: hybrid_ep.dispatch(buffer, x, handle=out.handle)),
+        "combine": what_it_raises(lambda: hybrid_ep.combine(buffer, out.rows, out.handle)),
+        "check": what_it_raises(buffer.check),
+    }
+    described = buffer.describe()
+
+    buffer.restore()
+    buffer.restore()
+    held["restored"] = together(me, held_bytes)
+    # the old handle first: a restored Buffer has seen no call of its own
+    replayed = hybrid_ep.dispatch(
+        buffer, x, topk_weights=inputs.weights.to(me.device), handle=out.handle
+    )
+    fresh = send(me, buffer, inputs)
+    rows = torch.tanh(replayed.rows)
+    y_again = hybrid_ep.combine(buffer, rows, out.handle, weights=replayed.weights)
+    (grad_again,) = torch.autograd.grad(y, x, grad_y)  # the graph from before the release
+    results = {
+        "held": held,
+        "refused": refused,
+        "described": described,
+        "same id": buffer.id == name,
+        "pairs": {
+            "replayed rows": (replayed.rows, out.rows),
+            "replayed weights": (replayed.weights, out.weights),
+            "fresh rows": (fresh.rows, out.rows),
+            "fresh layout": (fresh.handle.layout, out.handle.layout),
+            "y": (y_again, y),
+            "gradient of x": (grad_again, grad_x),
+        },
+    }
+    buffer.release()
+    buffer.destroy()
+    buffer.destroy()
+    results["after destroy"] = [what_it_raises(f) for f in (buffer.restore, buffer.release)]
+    return results
+
+
+def release_many_times(me: Rank, case: Case, rounds: int) -> list[int]:
+    """Bytes held while released, each time."""
+    buffer = me.buffer(**case.sizes())
+    held = []
+    for _ in range(rounds):
+        send(me, buffer, case.inputs(me.rank))
+        buffer.release()
+        held.append(together(me, held_bytes))
+        buffer.restore()
+    buffer.destroy()
+    return held
+
+
+def release_after_a_failure(me: Rank, case: Case) -> str:
+    """Rank 0 keeps a failure that the others know nothing of."""
+    buffer = me.buffer(**case.sizes())
+    if me.rank == 0:
+        facts = {"rank": 0, "peer": 1, "phase": "combine", "call": 7}
+        buffer.verbs._exchange.failure = hybrid_ep.PeerError(reason="made up", **facts)
+    text = what_it_raises(buffer.release)
+    buffer.destroy()
+    return text
