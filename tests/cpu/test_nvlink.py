@@ -1,0 +1,108 @@
+"""How the nvlink backend is set up, or not, when a rank's GPU says no: a fake GPU on each rank."""
+
+import pytest
+
+from tests.ranks import fake_nvlink
+
+NOT_PERMITTED = {
+    "Runtime": "allocation of 2097152 bytes of symmetric memory: operation not permitted",
+    "ipc_handle": "export of symmetric memory: operation not permitted",
+    "open_peers": "mapping of rank 0's symmetric memory: operation not permitted",
+}
+BEFORE = {
+    "Runtime": ["Runtime"],
+    "ipc_handle": ["Runtime", "ipc_handle"],
+    "open_peers": ["Runtime", "ipc_handle", "open_peers"],
+}
+
+
+def build(world, backend, fails=None, hosts=("a host",), **sizes):
+    return world(3).run(fake_nvlink.build, backend, fails or {}, list(hosts), sizes)
+
+
+def test_gpus_that_say_yes_get_nvlink(world):
+    for told in build(world, "auto"):
+        assert told["backend"] == "nvlink"
+        assert told["calls"] == ["Runtime", "ipc_handle", "open_peers", "destroy"]
+
+
+@pytest.mark.parametrize("call", NOT_PERMITTED)
+def test_DeepEP_487_not_permitted_on_one_rank_falls_back_on_all(world, call):
+    """The driver says that memory can be shared, and refuses when it is asked to."""
+    for rank, told in enumerate(build(world, "auto", {1: {call: NOT_PERMITTED[call]}})):
+        reason = f"the nvlink backend cannot run: rank 1: {NOT_PERMITTED[call]}"
+        assert told["backend"] == "torch"
+        assert f"because {reason}" in told["describe"]
+        check_calls(told["calls"], call, failed=rank == 1)
+
+
+@pytest.mark.parametrize("call", NOT_PERMITTED)
+def test_DeepEP_487_not_permitted_on_one_rank_raises_on_all(world, call):
+    for rank, told in enumerate(build(world, "nvlink", {1: {call: NOT_PERMITTED[call]}})):
+        assert told["error"] == f"the nvlink backend cannot run: rank 1: {NOT_PERMITTED[call]}"
+        check_calls(told["calls"], call, failed=rank == 1)
+
+
+def check_calls(calls, failing, failed):
+    """Nobody opens what a peer could not export, and what was made is given back."""
+    if failed:
+        assert calls[: len(BEFORE[failing])] == BEFORE[failing]
+    assert ("open_peers" in calls) == (failing == "open_peers")
+    made = not (failed and failing == "Runtime")
+    assert calls.count("destroy") == made
+
+
+def test_DeepEP_487_of_several_failures_the_first_rank_is_told(world):
+    fails = {rank: {"Runtime": f"reason {rank}"} for rank in (2, 1)}
+    for told in build(world, "nvlink", fails):
+        assert told["error"] == "the nvlink backend cannot run: rank 1: reason 1"
+
+
+def test_DeepEP_596_ranks_of_two_hosts_are_counted_by_where_they_are(world):
+    """All three say that they are one node; that two of them are elsewhere is seen on all."""
+    for told in build(world, "auto", hosts=("a host", "another host", "another host")):
+        assert told["backend"] == "torch"
+        assert "rank 1: it is on another host than rank 0" in told["describe"]
+        assert "3, 1 node(s) of 3" in told["describe"]
+        assert told["calls"] == [], "memory was allocated before the ranks agreed"
+
+
+def test_RL_4038_the_transport_is_chosen_when_the_buffer_is_built(world):
+    """One package: the same ranks get nvlink or torch by where they run and what they ask for."""
+    assert [t["backend"] for t in build(world, "auto")] == ["nvlink"] * 3
+    assert [t["backend"] for t in build(world, "torch")] == ["torch"] * 3
+    apart = build(world, "auto", hosts=("a host", "another host", "a third"))
+    assert [t["backend"] for t in apart] == ["torch"] * 3
+    for told in build(world, "nvlink", ranks_per_node=1):
+        assert "it serves one node, the ranks are on 3" in told["error"]
+
+
+def test_Megatron_LM_3999_a_limit_is_told_before_anything_is_allocated(world):
+    for told in build(world, "nvlink", max_tokens=2**29, topk=2):
+        assert told["error"] == (
+            "the nvlink backend cannot run: rank 0: ranks * max_tokens * topk must be at most "
+            f"1073741823, got {3 * 2**29 * 2}"
+        )
+        assert told["calls"] == []
+
+
+def test_slime_release_frees_only_when_all_ranks_have_closed(world):
+    results = world(3).run(fake_nvlink.release_and_restore)
+    closed = max(got["destroy"] for got in results)
+    freed = max(got["free_unread_memory"] for got in results)
+    for got in results:
+        assert got["free_unread_memory"] > closed
+        assert got["released"] > freed
+
+
+def test_slime_restore_without_memory_raises_on_all_ranks_and_can_be_repeated(world):
+    for got in world(3).run(fake_nvlink.release_and_restore):
+        assert got["refused"] == "rank 1: allocation of symmetric memory: out of memory"
+        assert "was released" in got["still"]
+        assert got["backend"] == "nvlink"
+        assert "released" not in got["describe"]
+
+
+def test_slime_nothing_to_free_needs_no_gpu():
+    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    extension.free_unread_memory()
