@@ -6,12 +6,16 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hybrid_ep.fabric import GID_INDEX, Fabric, choose_fabric
 from hybrid_ep.limits import MIN_CAPABILITY
 from hybrid_ep.machine import EXTENSION, Facts
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
 MIN_NVSHMEM = (3, 0)
+ROCE_NVSHMEM = (3, 5)  # NVSHMEM#21: up to 3.4.5, IBGDA creates address handles from garbage
+CPU_BELL_NVSHMEM = (3, 4, 5)  # rings the card's bell from the CPU where the GPU may not
+LOCKED_MEMORY = 1 << 30  # less does not hold what the cards read
 BACKENDS = ("torch", "nvlink", "nvshmem")
 
 
@@ -60,6 +64,11 @@ def version_of(text: str | None) -> tuple[int, ...]:
 def dotted(version: tuple[int, ...]) -> str:
     """(9, 0) -> "9.0"."""
     return ".".join(map(str, version))
+
+
+def fabric_of(facts: Facts) -> Fabric:
+    """What the network backend tells NVSHMEM; ValueError where a variable cannot be read."""
+    return choose_fabric({**facts.nccl_files, **facts.environment}, facts.ports)
 
 
 def _need(backend: str, need: str, ok: bool, advice: str) -> Finding:
@@ -222,6 +231,14 @@ def _nvlink_remarks(facts: Facts) -> Iterator[Finding]:
     if set_to("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
         advice = "CUDA_LAUNCH_BLOCKING is set: every call waits for all peers on the host."
         yield Finding("nvlink", "asynchronous launches (optional)", True, advice)
+    if facts.imex is False:
+        advice = (
+            "The driver knows IMEX channels and this process may use none, so memory handles for "
+            "NVLink between hosts (FABRIC) are not permitted, whatever the GPU's attributes say. "
+            "The nvlink backend uses CUDA IPC, which needs none; for NVSHMEM set "
+            "NVSHMEM_DISABLE_MNNVL=1 or pass /dev/nvidia-caps-imex-channels into the container."
+        )
+        yield Finding("nvlink", "IMEX channels (optional)", True, advice)
     busy = [i for i, gpu in enumerate(facts.gpus) if gpu.num_processes]
     if busy:
         advice = f"Others compute on GPU {', '.join(map(str, busy))}: waits take time slices."
@@ -239,36 +256,124 @@ def _nvshmem_needs(facts: Facts) -> Iterator[Finding]:
         "Not part of this version yet. The rest says whether this machine is ready for it.",
     )
     cuda = version_of(facts.torch_cuda or facts.nvcc) or (13,)
+    found = version_of((facts.nvshmem or "").split(" ")[-1])
+    upgrade = f"pip install --upgrade nvidia-nvshmem-cu{cuda[0]}"
     yield _need(
         "nvshmem",
         f"NVSHMEM {dotted(MIN_NVSHMEM)} or later",
-        version_of((facts.nvshmem or "").split(" ")[-1]) >= MIN_NVSHMEM,
+        found >= MIN_NVSHMEM,
         (f"Found {facts.nvshmem}. " if facts.nvshmem else "")
         + f"Install the wheel nvidia-nvshmem-cu{cuda[0]}, or set NVSHMEM_HOME.",
     )
-    yield _need(
-        "nvshmem",
-        "an InfiniBand or RoCE card",
-        bool(facts.network_cards),
-        "None in /sys/class/infiniband: several nodes would need one per GPU, or nearly.",
-    )
-    yield _need(
-        "nvshmem",
-        "its device files",
-        facts.infiniband_files,
-        "No /dev/infiniband/uverbs*: load ib_uverbs; in a container, pass /dev/infiniband and "
-        "raise the locked-memory limit (--device /dev/infiniband --ulimit memlock=-1).",
-    )
+    yield _cards(facts)
+    yield _device_files(facts)
+    yield _locked_memory(facts)
     yield _need(
         "nvshmem",
         "GPU memory open to the card (nvidia_peermem or dma-buf)",
         facts.peer_memory_module or bool(facts.dma_buf),
-        "Neither: `modprobe nvidia_peermem`, or use the open kernel driver, which has dma-buf.",
+        'Neither, so NVSHMEM says "neither nv_peer_mem, or nvidia_peermem detected" and has no '
+        "transport: `modprobe nvidia_peermem` on the host (a container sees its modules), or use "
+        "the open kernel driver, which has dma-buf.",
     )
+    if any(port.link_layer == "Ethernet" for port in facts.ports):
+        yield _need(
+            "nvshmem",
+            f"NVSHMEM {dotted(ROCE_NVSHMEM)} or later for RoCE",
+            not found or found >= ROCE_NVSHMEM,
+            f"Found {facts.nvshmem}. Up to 3.4.5, IBGDA passes a struct to the card that it has "
+            f'not initialised, and may end with "Unable to create ah": {upgrade}.',
+        )
+    yield _bell(facts, found, upgrade)
+    yield from _settings(facts)
+
+
+def _cards(facts: Facts) -> Finding:
+    advice = ""
+    if not facts.network_cards:
+        advice = "None in /sys/class/infiniband: several nodes would need one per GPU, or nearly."
+    elif facts.ports and not any(port.active for port in facts.ports):
+        advice = (
+            f"No port is active ({', '.join(map(str, facts.ports))}): look at cables, switch and, "
+            "on InfiniBand, subnet manager (ibstat shows the states)."
+        )
+    return Finding("nvshmem", "an InfiniBand or RoCE card with a link", not advice, advice)
+
+
+def _device_files(facts: Facts) -> Finding:
+    advice = ""
+    if not facts.infiniband_files:
+        advice = (
+            "No /dev/infiniband/uverbs*: load ib_uverbs; in a container, pass /dev/infiniband and "
+            "raise the locked-memory limit (--device /dev/infiniband --ulimit memlock=-1)."
+        )
+    elif facts.infiniband_error:
+        advice = (
+            f"{facts.infiniband_error}. The file is there and this process may not use it, as in a "
+            'container without privileges, where IBGDA ends with "cannot allocate '
+            'mlx5dv_devx_uar": start it with --device /dev/infiniband (in Kubernetes by an RDMA '
+            "device plugin) or --privileged."
+        )
+    return Finding("nvshmem", "its device files", not advice, advice)
+
+
+def _locked_memory(facts: Facts) -> Finding:
+    limit = facts.locked_memory
+    return _need(
+        "nvshmem",
+        "memory that may be locked",
+        limit is None or limit >= LOCKED_MEMORY,
+        f"The limit is {0 if limit is None else limit // 1024:,} kB and the process lacks "
+        "CAP_IPC_LOCK, so the card cannot register memory (ibv_reg_mr: Cannot allocate memory): "
+        "--ulimit memlock=-1 for a container, LimitMEMLOCK=infinity for what starts it.",
+    )
+
+
+def _bell(facts: Facts, found: tuple[int, ...], upgrade: str) -> Finding:
+    """IBGDA tells the card of new work by a register that the GPU must be allowed to write."""
+    advice = ""
+    by_cpu = facts.gdrcopy or found >= CPU_BELL_NVSHMEM
+    if facts.peer_mapping_override is not True:
+        consequence = (
+            "the CPU rings the card's bell, which is slower"
+            if by_cpu
+            else 'IBGDA does not start ("cudaHostRegister with IoMemory failed with error=800"), '
+            "unless there is GDRCopy (no /dev/gdrdrv here) or NVSHMEM "
+            f"{dotted(CPU_BELL_NVSHMEM)} or later ({upgrade})"
+        )
+        advice = (
+            'Not set: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in modprobe.d '
+            f"and a reboot; without it {consequence}."
+        )
+    optional = " (optional)" if by_cpu else ""
+    need = f"IBGDA: the driver option PeerMappingOverride{optional}"
+    return Finding("nvshmem", need, by_cpu or not advice, advice)
+
+
+def _settings(facts: Facts) -> Iterator[Finding]:
+    """What was set for NCCL and NVSHMEM, and whether this machine has it."""
+    need = "settings of the network that can be followed"
+    try:
+        fabric = fabric_of(facts)
+    except ValueError as error:
+        yield Finding("nvshmem", need, False, f"{error}.")
+        return
+    index = next((s for s in fabric.settings if s.variable == GID_INDEX), None)
+    empty = [
+        str(port)
+        for port in facts.ports
+        if index and index.value.isdigit() and port.active and port.link_layer == "Ethernet"
+        if int(index.value) not in port.gids
+    ]
     yield _need(
         "nvshmem",
-        "IBGDA: the driver option PeerMappingOverride",
-        facts.peer_mapping_override is True,
-        'Not set: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in modprobe.d and a '
-        "reboot; without it the CPU rings the card's bell, which is slower.",
+        need,
+        not empty,
+        f"{index and index.source}={index and index.value}, and that entry of the GID table is "
+        f'empty on {", ".join(empty)}, so IBGDA ends with "Unable to create ah": show_gids lists '
+        "the entries; in a container its network must be the host's.",
     )
+    for sentence in fabric.unheard:
+        yield Finding(
+            "nvshmem", "settings of NCCL without a counterpart (optional)", True, f"{sentence}."
+        )

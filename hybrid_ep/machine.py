@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from hybrid_ep import nvidia
 from hybrid_ep._version import __version__
+from hybrid_ep.fabric import Port, nccl_files, read_ports
 
 EXTENSION = "hybrid_ep._nvlink"
 
@@ -27,10 +28,19 @@ ENVIRONMENT = (
     "CUDA_HOME",
     "CUDA_LAUNCH_BLOCKING",
     "CUDA_MPS_PIPE_DIRECTORY",
+    "CXX",
     "PYTORCH_ALLOC_CONF",
     "PYTORCH_CUDA_ALLOC_CONF",
 )
 PREFIXES = ("HYBRID_EP_", "NVSHMEM_", "NCCL_", "GLOO_")
+
+# Where NVSHMEM looks for the kernel module that gives cards access to GPU memory.
+PEER_MEMORY_FILES = (
+    "sys/module/nvidia_peermem/version",
+    "sys/kernel/mm/memory_peers/nvidia-peermem/version",
+    "sys/kernel/mm/memory_peers/nv_mem/version",
+)
+_CAP_IPC_LOCK = 14
 
 
 @dataclass(frozen=True)
@@ -67,12 +77,18 @@ class Facts:
         extension_error: why it does not load.
         peer_access: ``[i][j]``, GPU i may load and store the memory of GPU j.
         topology: the matrix of ``nvidia-smi topo -m``.
-        network_cards: InfiniBand and RoCE devices.
+        network_cards: InfiniBand and RoCE devices; ports: what they have.
         infiniband_files: their device files are there (/dev/infiniband/uverbs*).
+        infiniband_error: why the first of them that does not open does not.
+        locked_memory: bytes that this process may lock, where that is limited.
         peer_memory_module: nvidia_peermem is loaded.
         dma_buf: the driver exports GPU memory as dma-buf.
         peer_mapping_override: the driver option that lets the GPU ring a network card's bell.
+        gdrcopy: the device file of GDRCopy is there, by which the CPU reaches GPU memory.
+        imex: this process may use an IMEX channel, which memory handles for NVLink between hosts
+            need; None where the driver knows no such channels.
         environment: variables that matter and are set.
+        nccl_files: variables that NCCL takes from nccl.conf.
     """
 
     system: str
@@ -96,15 +112,29 @@ class Facts:
     peer_access: tuple[tuple[bool, ...], ...] = ()
     topology: str | None = None
     network_cards: tuple[str, ...] = ()
+    ports: tuple[Port, ...] = ()
     infiniband_files: bool = False
+    infiniband_error: str | None = None
+    locked_memory: int | None = None
     peer_memory_module: bool = False
     dma_buf: bool | None = None
     peer_mapping_override: bool | None = None
+    gdrcopy: bool = False
+    imex: bool | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
+    nccl_files: Mapping[str, str] = field(default_factory=dict)
 
 
-def gather_facts(environment: Mapping[str, str] = os.environ) -> Facts:
-    """Look at this machine; what cannot be found out is left open, nothing here raises."""
+def gather_facts(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Facts:
+    """Look at this machine; what cannot be found out is left open, nothing here raises.
+
+    Args:
+        environment: of the process.
+        root: where /sys, /dev, /proc and /etc are.
+
+    Returns:
+        Facts: what was found.
+    """
     driver_gpus = nvidia.query_gpus("uuid,driver_version,memory.used")
     cuda_error = _torch_cuda_error()
     usable = torch.version.cuda is not None and cuda_error is None
@@ -135,16 +165,22 @@ def gather_facts(environment: Mapping[str, str] = os.environ) -> Facts:
             for i in range(num_gpus)
         ),
         topology=nvidia.topology(),
-        network_cards=tuple(sorted(_names_in("/sys/class/infiniband"))),
-        infiniband_files=any(name.startswith("uverbs") for name in _names_in("/dev/infiniband")),
-        peer_memory_module=os.path.exists("/sys/module/nvidia_peermem"),
+        network_cards=tuple(_names_in(root / "sys/class/infiniband")),
+        ports=read_ports(root),
+        infiniband_files=bool(_device_files(root)),
+        infiniband_error=next(filter(None, map(_open_error, _device_files(root))), None),
+        locked_memory=locked_memory(root),
+        peer_memory_module=any((root / path).exists() for path in PEER_MEMORY_FILES),
         dma_buf=nvidia.dma_buf_supported(),
-        peer_mapping_override=nvidia.peer_mapping_override(),
+        peer_mapping_override=nvidia.peer_mapping_override(root),
+        gdrcopy=(root / "dev/gdrdrv").exists(),
+        imex=imex_usable(root),
         environment={
             name: value
             for name, value in environment.items()
             if name in ENVIRONMENT or name.startswith(PREFIXES)
         },
+        nccl_files=nccl_files(environment, root),
     )
 
 
@@ -230,8 +266,50 @@ def load_error(path: str) -> str | None:
     return last or f"the process that loaded it ended with code {done.returncode}"
 
 
-def _names_in(folder: str) -> list[str]:
+# ---- what this process may do
+
+
+def locked_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may lock; None where it may lock any."""
+    match = re.search(r"^CapEff:\s*([0-9a-f]+)$", _text_of(root / "proc/self/status"), re.MULTILINE)
+    if match and int(match[1], 16) >> _CAP_IPC_LOCK & 1:
+        return None
+    match = re.search(
+        r"^Max locked memory\s+(\d+)\s", _text_of(root / "proc/self/limits"), re.MULTILINE
+    )
+    return int(match[1]) if match else None
+
+
+def imex_usable(root: Path = Path("/")) -> bool | None:
+    """Whether a channel of NVIDIA's IMEX service opens; None where the driver has none."""
+    if "nvidia-caps-imex-channels" not in _text_of(root / "proc/devices"):
+        return None
+    channels = root / "dev/nvidia-caps-imex-channels"
+    return any(_open_error(channels / name) is None for name in _names_in(channels))
+
+
+def _device_files(root: Path) -> list[Path]:
+    folder = root / "dev/infiniband"
+    return [folder / name for name in _names_in(folder) if name.startswith("uverbs")]
+
+
+def _open_error(path: Path) -> str | None:
     try:
-        return os.listdir(folder)
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None
+
+
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
     except OSError:
         return []
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

@@ -105,10 +105,10 @@ def dma_buf_supported() -> bool | None:
     return bool(answer.value)
 
 
-def peer_mapping_override() -> bool | None:
+def peer_mapping_override(root: Path = Path("/")) -> bool | None:
     """Whether the driver lets a GPU ring a network card's bell."""
     try:
-        return "PeerMappingOverride=1" in Path("/proc/driver/nvidia/params").read_text()
+        return "PeerMappingOverride=1" in (root / "proc/driver/nvidia/params").read_text()
     except OSError:
         return None
 

@@ -10,7 +10,15 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from hybrid_ep.diagnosis import BACKENDS, Finding, diagnose, dotted, is_healthy, usable_backends
+from hybrid_ep.diagnosis import (
+    BACKENDS,
+    Finding,
+    diagnose,
+    dotted,
+    fabric_of,
+    is_healthy,
+    usable_backends,
+)
 from hybrid_ep.machine import EXTENSION, Facts, Gpu, gather_facts
 
 HELP = "what this machine has, what each backend needs, and what to do about it"
@@ -31,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
             "healthy": healthy,
             "usable": usable_backends(findings),
             "facts": asdict(facts),
+            "network": _network_settings(facts),
             "findings": [asdict(finding) for finding in findings],
         }
         print(json.dumps(report, indent=2))
@@ -48,7 +57,9 @@ def describe(facts: Facts, findings: Sequence[Finding]) -> list[str]:
     if facts.topology:
         lines += ["", "nvidia-smi topo -m", *(f"  {line}" for line in facts.topology.splitlines())]
     variables = [f"  {name}={value}" for name, value in sorted(facts.environment.items())]
+    variables += [f"  {name}={value} (nccl.conf)" for name, value in facts.nccl_files.items()]
     lines += ["", "environment", *(variables or ["  nothing set that matters"])]
+    lines += ["", "network", *_network(facts)]
 
     usable = usable_backends(findings)
     for backend in BACKENDS:
@@ -97,6 +108,32 @@ def _peer_matrix(facts: Facts) -> Iterator[str]:
     for i, row in enumerate(facts.peer_access):
         cells = ("  -" if i == j else "yes" if ok else " NO" for j, ok in enumerate(row))
         yield f"  {i:>3} " + " ".join(cells)
+
+
+def _network(facts: Facts) -> Iterator[str]:
+    """The ports, then what NVSHMEM is told."""
+    for port in facts.ports:
+        state = "active" if port.active else "DOWN"
+        kind = "RoCE" if port.link_layer == "Ethernet" else port.link_layer
+        yield f"  {port}  {kind}, {state}"
+    if not facts.ports:
+        yield "  no InfiniBand or RoCE card"
+    settings = _network_settings(facts)
+    for variable, setting in settings.items():
+        source = setting["source"]
+        origin = "as it is set" if source == variable else f"from {source}"
+        yield f"  {variable}={setting['value']} ({origin})"
+    if not settings:
+        yield "  NVSHMEM is told nothing: its own defaults"
+
+
+def _network_settings(facts: Facts) -> dict[str, dict[str, str]]:
+    """By variable of NVSHMEM; empty where a value cannot be read, which is a finding."""
+    try:
+        settings = fabric_of(facts).settings
+    except ValueError:
+        return {}
+    return {s.variable: {"value": s.value, "source": s.source} for s in settings}
 
 
 def _needs(findings: Iterator[Finding]) -> Iterator[str]:

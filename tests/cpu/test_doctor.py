@@ -2,7 +2,9 @@
 
 import argparse
 import json
+import os
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +20,7 @@ from hybrid_ep.diagnosis import (
     usable_backends,
     version_of,
 )
+from hybrid_ep.fabric import Port
 from hybrid_ep.machine import Facts, Gpu, gather_facts, load_error
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 150_000_000_000, 0, 0, nvlink_lanes=18)
@@ -45,6 +48,12 @@ def two_h200(**changes: object) -> Facts:
         "peer_access": ((True, True), (True, True)),
     }
     return Facts(**{**facts, **changes})
+
+
+def with_cards(**changes: object) -> Facts:
+    """Two H200 and an InfiniBand card with everything that several nodes would need."""
+    card = {"network_cards": ("mlx5_0",), "ports": (Port("mlx5_0", 1),), "infiniband_files": True}
+    return two_h200(**{**card, "dma_buf": True, "peer_mapping_override": True, **changes})
 
 
 def without_gpu(**changes: object) -> Facts:
@@ -199,12 +208,10 @@ def test_nvshmem_is_announced_with_its_checks() -> None:
     first, *rest = faults(facts, "nvshmem")
     assert "Not part of this version yet" in first.advice
     advice = " ".join(fault.advice for fault in rest)
-    for cure in ("/sys/class/infiniband", "modprobe nvidia_peermem", "PeerMappingOverride"):
+    for cure in ("/sys/class/infiniband", "/dev/infiniband", "modprobe nvidia_peermem"):
         assert cure in advice
-    ready = two_h200(
-        network_cards=("mlx5_0",), infiniband_files=True, dma_buf=True, peer_mapping_override=True
-    )
-    assert only_fault(ready, "nvshmem").need == "the backend itself"
+    assert only_fault(with_cards(), "nvshmem").need == "the backend itself"
+    assert remarks(with_cards(), "nvshmem") == []
 
 
 @pytest.mark.parametrize(
@@ -221,11 +228,139 @@ def test_nvshmem_version(found: str | None, ok: bool) -> None:
     assert needs["NVSHMEM 3.0 or later"].ok == ok
 
 
+# ---- reports of a network that did not start: each has its cause and what to do
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        pytest.param(
+            {"infiniband_error": "/dev/infiniband/uverbs0: Operation not permitted"},
+            [
+                "/dev/infiniband/uverbs0: Operation not permitted.",
+                "cannot allocate mlx5dv_devx_uar",
+                "--device /dev/infiniband",
+            ],
+            id="device-files",
+        ),
+        pytest.param(
+            {"locked_memory": 65536},
+            ["64 kB", "CAP_IPC_LOCK", "--ulimit memlock=-1"],
+            id="locked-memory",
+        ),
+        pytest.param(
+            {"infiniband_files": False},
+            ["No /dev/infiniband/uverbs*", "load ib_uverbs", "pass /dev/infiniband"],
+            id="no-device-files",
+        ),
+    ],
+)
+def test_sglang_12533_container_without_privileges(changes: dict, says: list[str]) -> None:
+    fault = only_fault_of_the_network(with_cards(**changes))
+    for words in says:
+        assert words in fault.advice
+
+
+def test_sglang_12533_fabric_handles_without_a_channel() -> None:
+    (remark,) = remarks(with_cards(imex=False), "nvlink")
+    for words in ("not permitted", "CUDA IPC", "NVSHMEM_DISABLE_MNNVL=1"):
+        assert words in remark
+    assert "nvlink" in usable(with_cards(imex=False))
+    assert remarks(with_cards(imex=True), "nvlink") == []
+
+
+ROCE = Port("mlx5_0", 1, "Ethernet", gids=(0, 1, 2, 3))
+
+
+def test_Megatron_Bridge_5050_create_ah_of_an_old_nvshmem() -> None:
+    fault = only_fault_of_the_network(with_cards(ports=(ROCE,)))
+    assert "Found nvidia-nvshmem-cu13 3.4.5" in fault.advice
+    assert '"Unable to create ah"' in fault.advice
+    assert "pip install --upgrade nvidia-nvshmem-cu13" in fault.advice
+    newer = with_cards(ports=(ROCE,), nvshmem="nvidia-nvshmem-cu13 3.5.19")
+    assert only_fault(newer, "nvshmem").need == "the backend itself"
+
+
+@pytest.mark.parametrize("variable", ["NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX"])
+def test_Megatron_Bridge_5050_create_ah_of_an_empty_gid(variable: str) -> None:
+    network = {"ports": (ROCE, Port("mlx5_1", 1, "Ethernet", gids=(0, 1)))}
+    network |= {"nvshmem": "nvidia-nvshmem-cu13 3.5.19", "environment": {variable: "3"}}
+    fault = only_fault_of_the_network(with_cards(**network))
+    assert f"{variable}=3, and that entry of the GID table is empty on mlx5_1:1" in fault.advice
+    assert '"Unable to create ah"' in fault.advice and "show_gids" in fault.advice
+    network["environment"] = {variable: "1"}
+    assert only_fault(with_cards(**network), "nvshmem").need == "the backend itself"
+
+
+def test_DeepEP_128_no_way_from_the_card_to_gpu_memory() -> None:
+    fault = only_fault_of_the_network(with_cards(dma_buf=False))
+    assert '"neither nv_peer_mem, or nvidia_peermem detected"' in fault.advice
+    assert "modprobe nvidia_peermem" in fault.advice
+    ready = with_cards(dma_buf=False, peer_memory_module=True)
+    assert only_fault(ready, "nvshmem").need == "the backend itself"
+
+
+def test_DeepEP_128_the_gpu_may_not_ring_the_bell() -> None:
+    """Fatal with an old NVSHMEM, slower with GDRCopy or a newer one."""
+    network = {"peer_mapping_override": False, "nvshmem": "nvidia-nvshmem-cu12 3.2.5"}
+    fault = only_fault_of_the_network(with_cards(**network))
+    for words in ("PeerMappingOverride=1", "error=800", "/dev/gdrdrv", "3.4.5 or later"):
+        assert words in fault.advice
+    for cure in ({"gdrcopy": True}, {"nvshmem": "nvidia-nvshmem-cu13 3.4.5"}):
+        (remark,) = remarks(with_cards(**{**network, **cure}), "nvshmem")
+        assert "PeerMappingOverride=1" in remark and "slower" in remark
+
+
+def test_ports_without_a_link() -> None:
+    down = with_cards(ports=(Port("mlx5_0", 1, active=False), Port("mlx5_1", 1, active=False)))
+    assert "No port is active (mlx5_0:1, mlx5_1:1)" in only_fault_of_the_network(down).advice
+
+
+def only_fault_of_the_network(facts: Facts) -> Finding:
+    _, fault = faults(facts, "nvshmem")
+    return fault
+
+
+def test_DeepEP_724_settings_are_shown_and_what_is_not_followed_is_said() -> None:
+    facts = with_cards(
+        environment={"NCCL_IB_TC": "106", "NCCL_IB_TIMEOUT": "22", "NVSHMEM_IB_SL": "3"},
+        nccl_files={"NCCL_IB_HCA": "=mlx5_0:1"},
+    )
+    text = "\n".join(doctor.describe(facts, diagnose(facts)))
+    for line in (
+        "  NCCL_IB_HCA==mlx5_0:1 (nccl.conf)",
+        "  mlx5_0:1  InfiniBand, active",
+        "  NVSHMEM_IB_TRAFFIC_CLASS=106 (from NCCL_IB_TC)",
+        "  NVSHMEM_IB_SL=3 (as it is set)",
+        "  NVSHMEM_HCA_LIST=mlx5_0:1 (from NCCL_IB_HCA)",
+    ):
+        assert line in text
+    (remark,) = remarks(facts, "nvshmem")
+    assert remark.startswith("NCCL_IB_TIMEOUT=22, but NVSHMEM has no variable for it")
+
+
+def test_DeepEP_724_a_setting_that_cannot_be_read_is_a_fault_and_no_crash() -> None:
+    facts = with_cards(environment={"NCCL_IB_TC": "high"})
+    fault = only_fault_of_the_network(facts)
+    assert fault.advice == "NCCL_IB_TC must be an integer from -1 to 255, got 'high'."
+    assert fault.advice in "\n".join(doctor.describe(facts, diagnose(facts)))
+
+
+def test_RL_4038_one_package_has_all_backends_and_says_which_it_uses() -> None:
+    """No build leaves a backend out in silence: each is judged on every machine."""
+    for facts in (two_h200(), without_gpu(), with_cards()):
+        text = "\n".join(doctor.describe(facts, diagnose(facts)))
+        for backend in BACKENDS:
+            assert f"backend {backend}: " in text
+        assert f"usable backends: {', '.join(usable(facts))}" in text
+
+
 MACHINES = [
     pytest.param(two_h200(), id="two-h200"),
     pytest.param(without_gpu(), id="no-gpu"),
     pytest.param(two_h200(extension=None, nvcc=None), id="no-extension"),
     pytest.param(two_h200(system="Darwin", gloo=False), id="elsewhere"),
+    pytest.param(with_cards(ports=(ROCE,), nvshmem=None, imex=False), id="roce"),
 ]
 
 
@@ -266,6 +401,109 @@ def test_topology_of_nvidia_smi() -> None:
 )
 def test_version_of(text: str, version: tuple) -> None:
     assert version_of(text) == version
+
+
+# ---- files of a made-up machine
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+FABRIC_FILES = {
+    "sys/class/infiniband/mlx5_0/ports/1/link_layer": "InfiniBand\n",
+    "sys/class/infiniband/mlx5_0/ports/1/state": "4: ACTIVE\n",
+    "sys/class/infiniband/mlx5_0/ports/1/gids/0": "fe80:0000:0000:0000:0c42:a103:0065:8a2e\n",
+    "sys/class/infiniband/mlx5_1/ports/1/link_layer": "Ethernet\n",
+    "sys/class/infiniband/mlx5_1/ports/1/state": "1: DOWN\n",
+    "sys/class/infiniband/mlx5_1/ports/1/gids/0": "0000:0000:0000:0000:0000:0000:0000:0000\n",
+    "sys/class/infiniband/mlx5_1/ports/1/gids/3": "0000:0000:0000:0000:0000:ffff:0a00:0001\n",
+    "dev/infiniband/uverbs0": "",
+    "dev/infiniband/rdma_cm": "",
+    "dev/gdrdrv": "",
+    "dev/nvidia-caps-imex-channels/channel0": "",
+    "sys/module/nvidia_peermem/version": "580.65.06\n",
+    "proc/driver/nvidia/params": 'RegistryDwords: "PeerMappingOverride=1;"\n',
+    "proc/self/status": "Name:\tpython\nCapEff:\t00000000a80425fb\n",
+    "proc/self/limits": "Limit  Soft  Hard  Units\nMax locked memory     65536    65536    bytes\n",
+    "proc/devices": "Character devices:\n234 nvidia-caps-imex-channels\n",
+    "etc/nccl.conf": "# the fabric\nNCCL_IB_GID_INDEX=3\nNCCL_IB_TC=106\nPATH=/evil\n",
+}
+
+
+def test_facts_of_a_machine_with_a_fabric(tmp_path: Path) -> None:
+    facts = gather_facts({"NCCL_IB_TC": "0"}, write(tmp_path, FABRIC_FILES))
+    assert facts.network_cards == ("mlx5_0", "mlx5_1")
+    assert facts.ports == (
+        Port("mlx5_0", 1, "InfiniBand", True, (0,)),
+        Port("mlx5_1", 1, "Ethernet", False, (3,)),
+    )
+    assert facts.infiniband_files and facts.infiniband_error is None
+    assert facts.peer_memory_module and facts.gdrcopy
+    assert facts.peer_mapping_override is True
+    assert facts.imex is True
+    assert facts.locked_memory == 65536
+    assert facts.nccl_files == {"NCCL_IB_GID_INDEX": "3"}
+
+
+def test_facts_of_a_machine_without_any_of_it(tmp_path: Path) -> None:
+    facts = gather_facts({}, tmp_path)
+    assert facts.network_cards == facts.ports == ()
+    assert not facts.infiniband_files and facts.infiniband_error is None
+    assert not facts.peer_memory_module and not facts.gdrcopy
+    assert facts.peer_mapping_override is facts.imex is facts.locked_memory is None
+    assert facts.nccl_files == {}
+
+
+@pytest.mark.parametrize(
+    ("status", "limit", "bytes_allowed"),
+    [
+        ("CapEff:\t0000003fffffffff", "65536", None),  # a privileged process
+        ("CapEff:\t0000000000004000", "65536", None),  # CAP_IPC_LOCK alone
+        ("CapEff:\t0000000000000000", "unlimited", None),
+        ("CapEff:\t0000000000000000", "8388608", 8388608),
+    ],
+)
+def test_sglang_12533_what_may_be_locked(
+    status: str, limit: str, bytes_allowed: int | None, tmp_path: Path
+) -> None:
+    limits = f"Max locked memory         {limit}            {limit}            bytes\n"
+    root = write(tmp_path, {"proc/self/status": status, "proc/self/limits": limits})
+    assert gather_facts({}, root).locked_memory == bytes_allowed
+
+
+def test_sglang_12533_a_device_file_that_may_not_be_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container's device rules: the file is there, and even root may not open it."""
+    root = write(tmp_path, FABRIC_FILES)
+    opened = os.open
+
+    def refuse(path: Path, *args: int) -> int:
+        if Path(path).name in ("uverbs0", "channel0"):
+            raise PermissionError(1, "Operation not permitted")
+        return opened(path, *args)
+
+    monkeypatch.setattr(os, "open", refuse)
+    facts = gather_facts({}, root)
+    assert facts.infiniband_error == f"{root}/dev/infiniband/uverbs0: Operation not permitted"
+    assert facts.imex is False
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "sys/module/nvidia_peermem/version",
+        "sys/kernel/mm/memory_peers/nvidia-peermem/version",
+        "sys/kernel/mm/memory_peers/nv_mem/version",
+    ],
+)
+def test_DeepEP_128_modules_that_open_gpu_memory(path: str, tmp_path: Path) -> None:
+    assert gather_facts({}, write(tmp_path, {path: "1.3\n"})).peer_memory_module
 
 
 # ---- this machine
