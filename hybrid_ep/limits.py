@@ -1,4 +1,4 @@
-"""What the nvlink backend can carry; known without a GPU and without the extension."""
+"""What the backends can carry; known without a GPU and without the extension."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
 MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
 MAX_SCALE_BYTES = 2**14  # per token: they share a stage with a slice of the row
 MAX_ROWS = (2**31 - 1) // 2  # a row travels as int32; half is left to padding
+
+MIN_QUEUE_DEPTH = 128  # of a queue pair, as NVSHMEM's IBGDA has it, in powers of two
+MAX_QUEUE_DEPTH = 32768
 
 
 def round_up(value: int, multiple: int) -> int:

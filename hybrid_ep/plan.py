@@ -14,7 +14,13 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
-from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, round_up
+from hybrid_ep.limits import (
+    MAX_QUEUE_DEPTH,
+    MIN_QUEUE_DEPTH,
+    ROW_ALIGN,
+    beyond_nvlink,
+    round_up,
+)
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
@@ -22,6 +28,12 @@ CHUNK_TOKENS = 128
 MAX_CHANNELS = 256
 NUM_PHASES = 3
 REGION_ALIGN = 128
+
+# What a rank has under way to each of its rail peers; 8 x 2 x 32 records of 14 kB are 15 times what
+# 50 GB/s carry in 10 us.
+NETWORK_CHANNELS = 8
+NETWORK_CHUNK_TOKENS = 32
+NETWORK_WINDOW_CHUNKS = 2
 
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
@@ -156,6 +168,78 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Window:
+    """What is under way over the network at once; bounded by credits, so it does not grow with T.
+
+    The design's proposal: tokens go to the rail peers in chunks, each channel on queue pairs of its
+    own, and a chunk is sent when its window at the receiver is free. Nothing of it is built yet.
+
+    Attributes:
+        channels: queue pairs to each rail peer.
+        chunk_tokens: tokens that share a signal and a credit.
+        window_chunks: chunks of a channel under way to a rail peer, at most.
+        queue_pairs: of one rank.
+        entries: of a queue in use at once, at most: a put for each token, a signal for each chunk.
+        queue_depth: what NVSHMEM_QP_DEPTH must be at least.
+        num_bytes: symmetric memory of a rank's windows, for dispatch and combine.
+    """
+
+    channels: int
+    chunk_tokens: int
+    window_chunks: int
+    queue_pairs: int
+    entries: int
+    queue_depth: int
+    num_bytes: int
+
+
+def network_window(
+    *,
+    num_nodes: int,
+    record: int,
+    sum_bytes: int,
+    channels: int,
+    chunk_tokens: int,
+    window_chunks: int,
+) -> Window:
+    """The windows of a rank of several nodes.
+
+    Args:
+        num_nodes: nodes, each with one rail peer.
+        record: bytes of a token on its way out.
+        sum_bytes: bytes of a sum on its way home.
+        channels: queue pairs to each rail peer.
+        chunk_tokens: tokens that share a signal and a credit.
+        window_chunks: chunks under way in a channel.
+
+    Returns:
+        Window: its sizes; the number of tokens of a call is not among what they depend on.
+
+    Raises:
+        ValueError: the queues would be deeper than a network card has them.
+    """
+    _check_counts(channels=channels, chunk_tokens=chunk_tokens, window_chunks=window_chunks)
+    entries = window_chunks * (chunk_tokens + 1)
+    if entries > MAX_QUEUE_DEPTH:
+        raise ValueError(
+            f"window_chunks * (chunk_tokens + 1) must be at most {MAX_QUEUE_DEPTH}, the deepest "
+            f"queue of NVSHMEM's IBGDA, got {entries} (window_chunks={window_chunks}, "
+            f"chunk_tokens={chunk_tokens})"
+        )
+    rail_peers = num_nodes - 1
+    tokens = channels * window_chunks * chunk_tokens
+    return Window(
+        channels=channels,
+        chunk_tokens=chunk_tokens,
+        window_chunks=window_chunks,
+        queue_pairs=rail_peers * channels,
+        entries=entries,
+        queue_depth=max(MIN_QUEUE_DEPTH, 1 << (entries - 1).bit_length()),
+        num_bytes=rail_peers * tokens * (round_up(record, REGION_ALIGN) + round_up(sum_bytes, 16)),
+    )
+
+
+@dataclass(frozen=True)
 class Plan:
     """What one rank needs and moves; made by ``make_plan``.
 
@@ -168,6 +252,7 @@ class Plan:
         rows: rows that dispatch returns on one rank, padding included.
         row_bytes: bytes of such a row with its scales.
         beyond_nvlink: the limits of the nvlink backend that the shape exceeds; empty if it fits.
+        window: what is under way over the network; None with one node.
     """
 
     num_ranks: int
@@ -192,6 +277,7 @@ class Plan:
     dispatch: Phase
     combine: Phase
     beyond_nvlink: list[str]
+    window: Window | None
 
     @property
     def num_nodes(self) -> int:
@@ -226,6 +312,9 @@ def make_plan(
     network_gbs: float = NETWORK_GBS,
     num_sms: int = Config.num_sms_dispatch,
     node_limit: int | None = None,
+    channels: int = NETWORK_CHANNELS,
+    chunk_tokens: int = NETWORK_CHUNK_TOKENS,
+    window_chunks: int = NETWORK_WINDOW_CHUNKS,
 ) -> Plan:
     """Compute the plan of one rank.
 
@@ -243,6 +332,9 @@ def make_plan(
         network_gbs: GB/s of a rank's network card and direction.
         num_sms: SMs that a phase runs on.
         node_limit: a token's experts lie on at most this many nodes (DeepSeek-V3: 4); None: any.
+        channels: queue pairs to each rail peer.
+        chunk_tokens: tokens that go over the network with one signal and one credit.
+        window_chunks: chunks of a channel under way to a rail peer.
 
     Returns:
         Plan: in bytes, rows and microseconds.
@@ -374,6 +466,16 @@ def make_plan(
             num_experts=num_experts,
             row_bytes=hidden * itemsize,
             scale_bytes=scale_bytes,
+        ),
+        window=None
+        if num_nodes == 1
+        else network_window(
+            num_nodes=num_nodes,
+            record=record,
+            sum_bytes=sum_bytes,
+            channels=channels,
+            chunk_tokens=chunk_tokens,
+            window_chunks=window_chunks,
         ),
     )
 

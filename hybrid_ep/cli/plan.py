@@ -16,7 +16,7 @@ from pathlib import Path
 
 from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
-from hybrid_ep.plan import Phase, Plan, Traffic, make_plan
+from hybrid_ep.plan import Phase, Plan, Traffic, Window, make_plan
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
@@ -37,6 +37,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--scale-bytes", type=int, default=0, help="bytes of scales per token")
     sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
     sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
+    window = parser.add_argument_group("windows of the network, for several nodes")
+    window.add_argument(
+        "--channels", type=int, default=plans.NETWORK_CHANNELS, help="queue pairs to each rail peer"
+    )
+    window.add_argument(
+        "--chunk", type=int, default=plans.NETWORK_CHUNK_TOKENS, help="tokens sent with one signal"
+    )
+    window.add_argument(
+        "--window", type=int, default=plans.NETWORK_WINDOW_CHUNKS, help="chunks under way at once"
+    )
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
     rates.add_argument("--network-gbs", type=float, default=plans.NETWORK_GBS, metavar="GB/S")
@@ -66,6 +76,9 @@ def run(args: argparse.Namespace) -> int:
         network_gbs=args.network_gbs,
         num_sms=args.sms,
         node_limit=args.node_limit,
+        channels=args.channels,
+        chunk_tokens=args.chunk,
+        window_chunks=args.window,
     )
     text = json.dumps(plan.as_dict(), indent=2) + "\n"
     if args.json == STDOUT:
@@ -107,7 +120,8 @@ def _print_plan(plan: Plan) -> None:
         )
     if plan.beyond_nvlink:
         print(f"The nvlink backend cannot run this: {'; '.join(plan.beyond_nvlink)}.")
-    if plan.num_nodes > 1:
+    if plan.window is not None:
+        print_table("network, as designed", ("what", "size", "note"), _window(plan.window))
         print(
             "Several nodes: symmetric memory is the part within a node; the network backend, whose "
             "windows\nwould add to it, is not part of this version."
@@ -137,6 +151,18 @@ def _memory(plan: Plan) -> Rows:
             f"expected; worst {_bytes(plan.rows.worst * plan.row_bytes)}",
         ),
         ("a push design", _bytes(plan.push_bytes), "its receive buffer, tokens x ranks; not ours"),
+    ]
+
+
+def _window(window: Window) -> Rows:
+    return [
+        ("queue pairs", f"{window.queue_pairs:,}", f"{window.channels} to each rail peer"),
+        (
+            "queue depth",
+            f"{window.queue_depth:,}",
+            f"for {window.entries:,} entries; the tokens of a call do not matter",
+        ),
+        ("windows", _bytes(window.num_bytes), "what is under way to a rank"),
     ]
 
 

@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import re
 import time
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 import hybrid_ep
 from hybrid_ep import limits
 from hybrid_ep.cli import plan as command
-from hybrid_ep.plan import Plan, handle_bytes, make_plan, symmetric_regions, worst_rows
+from hybrid_ep.plan import Plan, Window, handle_bytes, make_plan, symmetric_regions, worst_rows
 
 EP64 = {
     "num_ranks": 64,
@@ -286,6 +287,112 @@ def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
     shape = {"num_nodes": 1, "ranks_per_node": 2, "max_tokens": 1, "topk": 1, "num_experts": 2}
     beyond = limits.beyond_nvlink(**shape, row_bytes=24, scale_bytes=0)
     assert beyond == ["rows must be a multiple of 16 bytes, got 24"]
+
+
+# ---- several nodes: what is under way is bounded by credits
+
+TWO_NODES = {"num_ranks": 16, "ranks_per_node": 8, "hidden": 7168, "num_experts": 256, "topk": 8}
+
+
+@pytest.mark.parametrize("tokens", [1, 128, 4096, 21_845, 65_536, 1_000_000])
+def test_Megatron_LM_3999_queue_depth_does_not_depend_on_the_tokens(tokens: int) -> None:
+    """3 entries a token are more than a queue has from 21,845 tokens on."""
+    window = make_plan(**TWO_NODES, max_tokens=tokens).window
+    assert window == make_plan(**TWO_NODES, max_tokens=64).window
+    assert window.queue_depth <= 1024, "more than NVSHMEM has by itself"
+
+
+def test_Megatron_LM_3999_windows_counted_by_hand() -> None:
+    shape = {**TWO_NODES, "num_ranks": 32, "max_tokens": 65_536}
+    window = make_plan(**shape, channels=4, chunk_tokens=100, window_chunks=3).window
+    assert window.queue_pairs == 3 * 4  # one rail peer on each of three other nodes
+    assert window.entries == 3 * 101
+    assert window.queue_depth == 512
+    # records of 14336 + 32 bytes begin a cache line each; sums of 14336
+    assert window.num_bytes == 3 * 4 * 3 * 100 * (14464 + 14336)
+    assert make_plan(**TWO_NODES, max_tokens=1, chunk_tokens=1, window_chunks=1).window == (
+        Window(8, 1, 1, queue_pairs=8, entries=2, queue_depth=128, num_bytes=8 * (14464 + 14336))
+    )
+
+
+def test_Megatron_LM_3999_one_node_has_no_queues() -> None:
+    assert small().window is None
+    assert small(chunk_tokens=10**9).window is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 131074 .*chunk_tokens=65536"),
+        ({"chunk_tokens": 128, "window_chunks": 255}, r"got 32895 \(window_chunks=255"),
+        ({"channels": 0}, r"channels must be an integer of at least 1, got 0"),
+        ({"window_chunks": 1.5}, r"window_chunks must be .* got 1.5"),
+    ],
+)
+def test_Megatron_LM_3999_too_deep_a_queue_is_refused(changes: dict, says: str) -> None:
+    """Before any memory is asked for, with the rule and the value."""
+    make_plan(**TWO_NODES, max_tokens=65_536, chunk_tokens=127, window_chunks=256)  # just fits
+    with pytest.raises(ValueError, match=says):
+        make_plan(**TWO_NODES, max_tokens=65_536, **changes)
+
+
+def test_Megatron_LM_3999_the_command_states_the_depth(capsys: pytest.CaptureFixture) -> None:
+    assert run_command("--tokens", "65536") == 0
+    text = capsys.readouterr().out
+    assert re.search(r"queue depth +128 +for 66 entries; the tokens of a call do not matter", text)
+    assert re.search(r"queue pairs +8 +8 to each rail peer", text)
+    with pytest.raises(ValueError, match="deepest queue"):
+        run_command("--tokens", "65536", "--chunk", "65536")
+    assert run_command("--tokens", "65536", "--json", "--window", "8") == 0
+    assert json.loads(capsys.readouterr().out)["window"]["queue_depth"] == 512
+
+
+# ---- reports of memory that was not foreseen
+
+
+def test_Megatron_Bridge_1731_memory_is_known_before_the_first_run() -> None:
+    """DeepSeek-V3 on 64 ranks: a sixth of what the worst case of a push design takes."""
+    plan = make_plan(**EP64)
+    assert plan.symmetric_bytes < plan.push_bytes / 6
+    assert set(plan.regions) == {"outbox", "routing_inbox", "inbox", "value_inbox", "flags"}
+    # one outbox serves dispatch, one inbox combine, forward and backward alike
+    half = make_plan(**{**EP64, "max_tokens": 2048})
+    assert half.symmetric_bytes == pytest.approx(plan.symmetric_bytes / 2, rel=0.001)
+
+
+def test_TransformerEngine_3035_what_travels_is_counted_by_rank_and_not_by_expert() -> None:
+    """Memory and traffic are those of copies: more experts on a rank cost neither."""
+    few, many = make_plan(**EP64), make_plan(**{**EP64, "num_experts": 4096})
+    for region in ("outbox", "inbox", "value_inbox", "flags"):
+        assert few.regions[region] == many.regions[region]
+    # all eight experts of a token on one rank: eight rows there, one copy on the way
+    one_rank = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16})
+    assert one_rank.rows.worst == 2 * 4096 * 8
+    assert one_rank.copies.worst == 2
+    assert one_rank.dispatch.nvlink.worst_sent == 4096 * one_rank.dispatch.row_bytes
+
+
+def test_DeepEP_716_routing_travels_as_topk_and_not_as_a_map() -> None:
+    """A map of all tokens by experts is 16 MiB here, top-k with the counts of chunks 1."""
+    shape = {"num_ranks": 8, "max_tokens": 8192, "hidden": 7168, "topk": 8}
+    routing = make_plan(**shape, num_experts=256).regions["routing_inbox"] / 2  # of one call
+    assert routing < 8192 * 8 * 256 / 10
+    # sixteen times the experts: the choices take what they took, the counts grow
+    more = make_plan(**shape, num_experts=4096).regions["routing_inbox"] / 2
+    assert more - routing == 8 * (8192 // 128) * (4096 - 256) // 8 * 2
+
+
+def test_uccl_924_max_tokens_is_the_knob() -> None:
+    """The formula of docs/design.md, on 16 ranks: all but the flags is proportional to T."""
+    shape = {"num_ranks": 16, "hidden": 7168, "num_experts": 256, "topk": 8}
+    for tokens in (1024, 8192):
+        regions = make_plan(**shape, max_tokens=tokens).regions
+        assert regions["outbox"] == 2 * tokens * (14336 + 128)
+        assert regions["inbox"] == tokens * 8 * 14336
+        assert regions["value_inbox"] == tokens * 8 * 4
+        chunk_counts = limits.round_up(tokens // 128 * 17 * 2, 128)
+        assert regions["routing_inbox"] == 2 * 16 * (tokens * 8 * 2 + chunk_counts)
+    assert make_plan(**shape, max_tokens=512).symmetric_bytes < 80e6
 
 
 # ---- bad input and the command line
