@@ -1,4 +1,4 @@
-"""Buffer.release() and restore(): memory for others in between, the same Buffer afterwards."""
+"""Memory given back and taken again by release() and restore(), and none that grows with T * E."""
 
 import pytest
 import torch
@@ -62,3 +62,14 @@ def test_slime_a_compiled_graph_goes_on_after_restore(alone):
     buffer.restore()
     same_bytes(compiled(x), before, "y after the restore")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("experts_per_rank", [8, 512])
+def test_DeepEP_716_routing_makes_no_map_of_tokens_by_experts(world, experts_per_rank):
+    """It would have a byte for each token of all ranks and each expert: up to 4 MB here."""
+    case = Case("map", tokens=(2048,), topk=2, experts_per_rank=experts_per_rank, hidden=8)
+    tokens, slots = 2 * 2048, 2
+    for largest in world(2).run(memory.largest_of_routing, case):
+        assert largest >= tokens * slots, "nothing was seen"
+        # the layout and a few int64 a slot, whatever the number of experts
+        assert largest <= 64 * tokens * slots

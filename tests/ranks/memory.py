@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import hybrid_ep
 from tests.cases import Case
@@ -120,3 +122,30 @@ def release_after_a_failure(me: Rank, case: Case) -> str:
     text = what_it_raises(buffer.release)
     buffer.destroy()
     return text
+
+
+class LargestTensor(TorchDispatchMode):
+    """Bytes of the largest tensor that torch makes while this is on."""
+
+    num_bytes = 0
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        made = func(*args, **(kwargs or {}))
+        sizes = [t.untyped_storage().nbytes() for t in tree_leaves(made) if torch.is_tensor(t)]
+        self.num_bytes = max(self.num_bytes, *sizes, 0)
+        return made
+
+
+def largest_of_routing(me: Rank, case: Case) -> int:
+    buffer = me.buffer(**case.sizes())
+    topk_idx = case.inputs(me.rank).topk_idx.to(me.device)
+    with LargestTensor() as largest:
+        buffer.verbs.route(topk_idx, max_rows=None, align=1)
+    buffer.destroy()
+    return largest.num_bytes
