@@ -39,7 +39,8 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
         raise ValueError(f"align must be an integer of at least 1, got {align!r}")
     if max_rows is None:
         return
-    if not isinstance(max_rows, int | torch.SymInt) or max_rows < 0 or max_rows % align:
+    # a tuple of types: the compiler of torch 2.6 does not know what int | torch.SymInt is
+    if not isinstance(max_rows, (int, torch.SymInt)) or max_rows < 0 or max_rows % align:
         raise ValueError(
             f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
         )
