@@ -15,20 +15,20 @@ PYBIND11_MODULE(_nvlink, m) {
         .def(py::init([](int device, int rank, int num_ranks, int num_experts, int max_tokens,
                          int topk, int row_capacity, int inbox_row_bytes, int num_sms_publish,
                          int num_sms_dispatch, int num_sms_combine, int slice_bytes,
-                         double timeout_s) {
+                         double timeout_s, bool trace) {
                  return RuntimeConfig{device,          rank,
                                       num_ranks,       num_experts,
                                       max_tokens,      topk,
                                       row_capacity,    inbox_row_bytes,
                                       num_sms_publish, num_sms_dispatch,
                                       num_sms_combine, slice_bytes,
-                                      timeout_s};
+                                      timeout_s,       trace};
              }),
              py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("num_ranks"),
              py::arg("num_experts"), py::arg("max_tokens"), py::arg("topk"),
              py::arg("row_capacity"), py::arg("inbox_row_bytes"), py::arg("num_sms_publish"),
              py::arg("num_sms_dispatch"), py::arg("num_sms_combine"), py::arg("slice_bytes"),
-             py::arg("timeout_s"));
+             py::arg("timeout_s"), py::arg("trace"));
 
     py::class_<FaultReport>(m, "FaultReport")
         .def_readonly("kind", &FaultReport::kind)
@@ -53,7 +53,14 @@ PYBIND11_MODULE(_nvlink, m) {
         .def("pull", &Runtime::pull)
         .def("combine", &Runtime::combine)
         .def("required_rows", &Runtime::required_rows, py::call_guard<py::gil_scoped_release>())
-        .def("fault", &Runtime::fault);
+        .def("fault", &Runtime::fault)
+        .def("take_trace", [](Runtime& self) {
+            std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t>> events;
+            for (const TraceEvent& e : self.take_trace()) {
+                events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns);
+            }
+            return events;
+        });
 
     m.def("free_unread_memory", &memory::free_unread_parts,
           py::call_guard<py::gil_scoped_release>());

@@ -54,6 +54,13 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
     check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
     check_cuda(cudaMemset(state_, 0, sizeof(DeviceState)), "call state");
+    if (config.trace) {
+        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.events),
+                              Trace::kCapacity * sizeof(TraceEvent)),
+                   "trace");
+        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.count), sizeof(uint32_t)), "trace");
+        check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
+    }
     void* host = nullptr;
     size_t host_bytes = sizeof(Fault) + kMailSlots * sizeof(Mail);
     check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
@@ -72,8 +79,11 @@ void Runtime::destroy() {
     cudaSetDevice(config_.device);
     cudaDeviceSynchronize();  // this rank's kernels end within the deadline, whatever peers do
     memory_.reset();
+    cudaFree(trace_.events);
+    cudaFree(trace_.count);
     cudaFree(state_);
     cudaFreeHost(fault_);
+    trace_ = {};
     state_ = nullptr;
     fault_ = nullptr;
     cudaSetDevice(before);
@@ -82,7 +92,7 @@ void Runtime::destroy() {
 
 kernels::Context Runtime::context() const {
     Watch watch{state_, fault_, uint64_t(config_.timeout_s * 1e9)};
-    return {memory_->peers(), config_.rank, buffer_, handle_, watch};
+    return {memory_->peers(), config_.rank, buffer_, handle_, watch, trace_};
 }
 
 layout::RecordLayout Runtime::record(int row_bytes, int scale_bytes, bool weights) const {
@@ -205,6 +215,20 @@ std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream)
         std::this_thread::yield();
     }
     return mail->required_rows;
+}
+
+std::vector<TraceEvent> Runtime::take_trace() {
+    if (trace_.events == nullptr) return {};
+    DeviceGuard guard(config_.device);
+    uint32_t count = 0;
+    check_cuda(cudaDeviceSynchronize(), "the kernels of the trace");
+    check_cuda(cudaMemcpy(&count, trace_.count, sizeof(count), cudaMemcpyDeviceToHost), "trace");
+    std::vector<TraceEvent> events(std::min(count, Trace::kCapacity));
+    check_cuda(cudaMemcpy(events.data(), trace_.events, events.size() * sizeof(TraceEvent),
+                          cudaMemcpyDeviceToHost),
+               "trace");
+    check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
+    return events;
 }
 
 std::optional<FaultReport> Runtime::fault() const {

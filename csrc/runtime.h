@@ -19,6 +19,7 @@ struct RuntimeConfig {
     int row_capacity, inbox_row_bytes;
     int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
     double timeout_s;
+    bool trace;
 };
 
 struct FaultReport {
@@ -61,6 +62,8 @@ class Runtime {
     // came first or the deadline passed. Throws what CUDA says if the kernels failed.
     std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;
     std::optional<FaultReport> fault() const;
+    // What the kernels noted since the last time; waits for the GPU.
+    std::vector<TraceEvent> take_trace();
 
   private:
     kernels::Context context() const;
@@ -73,6 +76,7 @@ class Runtime {
     layout::HandleLayout handle_;
     int routing_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;
+    Trace trace_{};
     DeviceState* state_ = nullptr;  // device memory
     Fault* fault_ = nullptr;        // mapped host memory, with the mail behind it
     Mail* mail_ = nullptr;

@@ -33,6 +33,34 @@ struct DeviceState {
     uint32_t faulted;
 };
 
+// What a block was doing; the names are those of hybrid_ep/trace.py.
+enum class Span : uint16_t {
+    kPublishRouting = 0,
+    kAwaitRouting = 1,
+    kAssignRows = 2,
+    kPublishRows = 3,
+    kZeroPadding = 4,
+    kAwaitRows = 5,
+    kPullRows = 6,
+    kAwaitInbox = 7,
+    kPushSums = 8,
+    kAwaitSums = 9,
+    kSumAtHome = 10,
+};
+
+struct TraceEvent {
+    uint64_t begin_ns, end_ns;  // of the GPU's global timer
+    uint32_t epoch;
+    uint16_t block, span;
+};
+
+// In device memory; null where nobody asked for it.
+struct Trace {
+    static constexpr uint32_t kCapacity = 1u << 17;  // later events are not kept
+    TraceEvent* events;
+    uint32_t* count;
+};
+
 struct Watch {
     DeviceState* state;
     Fault* fault;

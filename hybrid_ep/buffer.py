@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
+import os
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
 from hybrid_ep.limits import round_up
 from hybrid_ep.topology import Topology
+from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
 _next_id = itertools.count()
@@ -163,6 +167,31 @@ class Buffer:
             PeerError: a call waited for a peer in vain.
         """
         self.verbs.check()
+
+    def write_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write what the kernels did since the last time as a Chrome trace.
+
+        Collective; waits for the GPU. Rank 0 writes the file, in which each rank is a process and
+        each CUDA block a thread: open it in chrome://tracing or Perfetto. A rank keeps
+        131,072 events at most, the first ones.
+
+        Args:
+            path: the file, JSON; it is overwritten.
+
+        Raises:
+            RuntimeError: the Buffer was made without ``Config(trace=True)``, or its backend is
+                not nvlink.
+        """
+        if not self.config.trace:
+            raise RuntimeError("a trace needs a Buffer with Config(trace=True)")
+        if self.backend != "nvlink":
+            raise RuntimeError(
+                f"the {self.backend} backend has no kernels to trace, only nvlink has"
+            )
+        events = self.gather(self.verbs.take_trace())
+        if self.topology.rank == 0:
+            Path(path).write_text(json.dumps(chrome_trace(events)))
+        self.gather(None)  # the file is there for every rank
 
     def release(self) -> None:
         """Give the memory back until ``restore``, so that the GPU can serve something else.

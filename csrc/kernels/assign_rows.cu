@@ -7,6 +7,7 @@
 // A block per (source, chunk), no block waits for another: each sums the counts that come before
 // its own, which are a few tens of KB in local memory, since the sources pushed them.
 #include "device/flag.cuh"
+#include "device/trace.cuh"
 #include "device/warp.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
@@ -177,10 +178,13 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
 
     const int words = 3 * (b.num_local_experts + 1) + b.num_local_experts * kMaskWords;
     for (int i = threadIdx.x; i < words; i += kThreads) smem.before[i] = 0;
+    const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kRoute,
                         p.num_publish_blocks, epoch, b.topk & 0xFFFF, watch)) {
         return;
     }
+    waiting.stop(Span::kAwaitRouting, epoch);
+    const Stopwatch assigning(p.context.trace);
     sum_counts(p, smem, source, chunk, epoch);
     __syncthreads();
     if (warp_id() == 0) {
@@ -193,6 +197,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
     __syncthreads();
     if (blockIdx.x == 0) report(p, smem, handle);
     list_copies(p, smem, handle, source, chunk, rows_before, epoch);
+    assigning.stop(Span::kAssignRows, epoch);
 
     if (is_last_block(watch.state) && threadIdx.x == 0) {
         close_call(watch.state, Phase::kRoute, epoch);

@@ -8,6 +8,7 @@
 #include "device/copy_walk.cuh"
 #include "device/flag.cuh"
 #include "device/sum_rows.cuh"
+#include "device/trace.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
 
@@ -77,10 +78,13 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     extern __shared__ __align__(128) char dynamic_smem[];
     const auto& b = p.context.buffer;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kCombine);
+    const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kInboxFree, 1, epoch - 1,
                         epoch == 1 ? 0 : kFreeSignature, p.context.watch)) {
         return;
     }
+    waiting.stop(Span::kAwaitInbox, epoch);
+    const Stopwatch pushing(p.context.trace);
     const int warp = blockIdx.x * warps_per_block() + warp_id(),
               num_warps = gridDim.x * warps_per_block();
     layout::HandleView handle(p.words, p.context.handle);
@@ -93,6 +97,7 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     ring.run(role);
     signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, blockIdx.x, epoch,
                      combine_signature(p.row_bytes, p.values != nullptr));
+    pushing.stop(Span::kPushSums, epoch);
 }
 
 template <typename T>
@@ -103,10 +108,13 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
+    const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kCombine, p.num_blocks,
                         epoch, combine_signature(p.row_bytes, p.values != nullptr), watch)) {
         return;
     }
+    waiting.stop(Span::kAwaitSums, epoch);
+    const Stopwatch summing(p.context.trace);
     const int warp = blockIdx.x * warps_per_block() + warp_id(),
               num_warps = gridDim.x * warps_per_block();
     Ring ring(dynamic_smem, p.ring);
@@ -116,6 +124,7 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
               ring.header_offset(),
               false};
     ring.run(role);
+    summing.stop(Span::kSumAtHome, epoch);
     if (is_last_block(watch.state)) {
         if (threadIdx.x == 0) close_call(watch.state, Phase::kCombine, epoch);
         signal_all_ranks(p.context.peers, b, Phase::kInboxFree, p.context.rank, 0, epoch,

@@ -18,6 +18,7 @@ struct Context {
     layout::BufferLayout buffer;
     layout::HandleLayout handle;
     Watch watch;
+    Trace trace;
 };
 
 struct PublishRoutingParams {

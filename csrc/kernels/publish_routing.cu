@@ -7,6 +7,7 @@
 // A block owns chunks of kChunkTokens tokens; a warp looks at 32 / K tokens at once, a lane per
 // slot. All max_tokens are published, tokens beyond T as having no expert, so T is free to differ.
 #include "device/flag.cuh"
+#include "device/trace.cuh"
 #include "device/warp.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
@@ -131,6 +132,7 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     if (has_fault(p.context.watch.state)) return;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kRoute);
     Smem smem(dynamic_smem, b);
+    const Stopwatch stopwatch(p.context.trace);
 
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
         for (int i = threadIdx.x; i < b.num_experts + b.num_ranks; i += kThreads) {
@@ -149,6 +151,7 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     }
     signal_all_ranks(p.context.peers, b, Phase::kRoute, p.context.rank, blockIdx.x, epoch,
                      b.topk & 0xFFFF);
+    stopwatch.stop(Span::kPublishRouting, epoch);
 }
 
 }  // namespace

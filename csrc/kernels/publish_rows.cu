@@ -6,6 +6,7 @@
 // experts), those of repeated experts added, because that is how the peers' rows refer to them.
 #include "device/flag.cuh"
 #include "device/ring.cuh"
+#include "device/trace.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
 
@@ -101,11 +102,13 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
     const int warp = blockIdx.x * warps_per_block() + warp_id();
 
+    const Stopwatch stopwatch(p.context.trace);
     Ring ring(dynamic_smem, p.ring);
     Publish role{p, p.slices, int(gridDim.x) * warps_per_block(), epoch, {warp}, {warp}};
     ring.run(role);
     signal_all_ranks(p.context.peers, p.context.buffer, Phase::kDispatch, p.context.rank,
                      blockIdx.x, epoch, p.record.signature());
+    stopwatch.stop(Span::kPublishRows, epoch);
 }
 
 }  // namespace

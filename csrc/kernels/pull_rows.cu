@@ -7,6 +7,7 @@
 #include "device/copy_walk.cuh"
 #include "device/flag.cuh"
 #include "device/ring.cuh"
+#include "device/trace.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
 
@@ -123,16 +124,22 @@ __global__ void __launch_bounds__(layout::kMaxRingWarps* kWarp)
     layout::HandleView handle(p.words, p.context.handle);
 
     if (handle.header[layout::HandleLayout::kMayHavePadding] && !has_fault(watch.state)) {
+        const Stopwatch zeroing(p.context.trace);
         zero_padding(p, handle, warp, num_warps);
+        zeroing.stop(Span::kZeroPadding, epoch);
     }
+    const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kDispatch,
                         p.num_publish_blocks, epoch, p.record.signature(), watch)) {
         return;
     }
+    waiting.stop(Span::kAwaitRows, epoch);
+    const Stopwatch pulling(p.context.trace);
     Ring ring(dynamic_smem, p.ring);
     PullRows role{p, p.slices, ring.header_offset(), epoch,
                   CopyWalk(handle, b.num_ranks, p.context.rank, warp, num_warps)};
     ring.run(role);
+    pulling.stop(Span::kPullRows, epoch);
     if (is_last_block(watch.state) && threadIdx.x == 0) {
         close_call(watch.state, Phase::kDispatch, epoch);
     }

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from hybrid_ep.backends import Route
 from hybrid_ep.errors import PeerError
-from hybrid_ep.limits import MIN_CAPABILITY, beyond_nvlink
+from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond_nvlink
+from hybrid_ep.trace import Event
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
@@ -109,6 +110,7 @@ class NvlinkBackend:
                     num_sms_combine=min(config.num_sms_combine, num_sms),
                     slice_bytes=config.slice_bytes,
                     timeout_s=config.timeout_s,
+                    trace=config.trace,
                 )
             )
             mine = self._runtime.ipc_handle() if topology.num_ranks > 1 else b""
@@ -166,6 +168,10 @@ class NvlinkBackend:
             reason=reason,
         )
 
+    def take_trace(self) -> list[Event]:
+        """What the kernels noted since the last time; waits for the GPU."""
+        return [Event(*event) for event in self._runtime.take_trace()]
+
     # ---- the verbs
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
@@ -204,7 +210,7 @@ class NvlinkBackend:
         num_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         stream = self._begin()
-        x = x if _has_aligned_rows(x) else x.contiguous()
+        x = _aligned(x)
         weights = weights if weights is None or weights.stride(1) == 1 else weights.contiguous()
         scales = None if scales is None else scales.contiguous()
         row_bytes = x.shape[1] * x.element_size()
@@ -249,7 +255,7 @@ class NvlinkBackend:
         num_tokens: int,
     ) -> tuple[Tensor, Tensor | None]:
         stream = self._begin()
-        rows = rows.contiguous()
+        rows = _aligned(rows.contiguous())
         weights = None if weights is None else weights.contiguous()
         values = None if values is None else values.contiguous()
         y = rows.new_empty((num_tokens, rows.shape[1]))
@@ -304,5 +310,9 @@ def _address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else tensor.data_ptr() or 16
 
 
-def _has_aligned_rows(x: Tensor) -> bool:
-    return x.stride(1) == 1 and x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+def _aligned(x: Tensor) -> Tensor:
+    """Rows whose bytes follow each other and begin where a bulk copy can; x itself if they do."""
+    if x.stride(1) == 1 and x.stride(0) * x.element_size() % ROW_ALIGN == 0:
+        if x.data_ptr() % ROW_ALIGN == 0:
+            return x
+    return x.clone(memory_format=torch.contiguous_format)

@@ -1,0 +1,71 @@
+"""Time stamps of several GPUs become one timeline."""
+
+import json
+
+import pytest
+
+import hybrid_ep
+from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets
+
+PUBLISH, WAIT, ASSIGN = range(3)
+
+
+def a_call(call: int, start_ns: int, clock_ns: int, arrival_ns: int) -> list[Event]:
+    """Two blocks publish, wait until the last rank arrived, and assign; all by one GPU's timer."""
+    late = arrival_ns + clock_ns
+    return [
+        event
+        for block in range(2)
+        for event in (
+            Event(PUBLISH, block, call, start_ns + clock_ns, start_ns + clock_ns + 3_000),
+            Event(WAIT, block, call, start_ns + clock_ns + 4_000, late + 500 * block),
+            Event(ASSIGN, block, call, late + 500 * block, late + 9_000),
+        )
+    ]
+
+
+def two_ranks() -> list[list[Event]]:
+    """Rank 1's timer is 170 us ahead, and it comes 20 us late to the second of two calls."""
+    return [
+        a_call(1, 0, 0, 5_000) + a_call(2, 100_000, 0, 125_000),
+        a_call(1, 0, 170_000, 5_000) + a_call(2, 120_000, 170_000, 125_000),
+    ]
+
+
+def test_timers_are_put_on_one_clock() -> None:
+    assert clock_offsets(two_ranks()) == [0, 170_000]
+
+
+def test_a_rank_without_a_shared_wait_keeps_its_clock() -> None:
+    assert clock_offsets([a_call(1, 0, 0, 5_000), []]) == [0, 0]
+    assert chrome_trace([[], []])["traceEvents"][0]["args"] == {"name": "rank 0"}
+
+
+def test_the_late_rank_shows() -> None:
+    trace = json.loads(json.dumps(chrome_trace(two_ranks())))["traceEvents"]
+    waits = {
+        (event["pid"], event["args"]["call"]): event["dur"]
+        for event in trace
+        if event["name"] == SPANS[WAIT][1] and event["tid"] == 0
+    }
+    assert waits == {(0, 1): 1, (1, 1): 1, (0, 2): 21, (1, 2): 1}  # microseconds
+    begins = [event["ts"] for event in trace if event["ph"] == "X"]
+    assert min(begins) == 0
+    assert {event["cat"] for event in trace if event["ph"] == "X"} == {"route"}
+
+
+@pytest.mark.parametrize(
+    "trace, said", [(False, r"Config\(trace=True\)"), (True, "torch backend has no kernels")]
+)
+def test_what_a_trace_needs(trace, said, tmp_path) -> None:
+    buffer = hybrid_ep.Buffer(
+        hidden=16,
+        num_experts=2,
+        max_tokens=4,
+        topk=1,
+        device="cpu",
+        config=hybrid_ep.Config(trace=trace),
+    )
+    with pytest.raises(RuntimeError, match=said):
+        buffer.write_trace(tmp_path / "trace.json")
+    assert not list(tmp_path.iterdir())

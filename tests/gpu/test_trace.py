@@ -1,0 +1,24 @@
+"""With Config(trace=True) the kernels of every rank note what they did."""
+
+import json
+
+import pytest
+
+from hybrid_ep.trace import SPANS
+from tests.cases import Case
+from tests.ranks import traces
+
+CASE = Case("trace", tokens=(300, 200), topk=2, hidden=512)
+CALLS = 3
+
+
+@pytest.mark.parametrize("num_ranks", (1, 2))
+def test_every_phase_of_every_call_is_there(world, num_ranks, tmp_path):
+    path = tmp_path / "trace.json"
+    world(num_ranks).run(traces.write, CASE.on(num_ranks), CALLS, str(path))
+    events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank in range(num_ranks):
+        seen = {(e["name"], e["args"]["call"]) for e in events if e["pid"] == rank}
+        assert seen == {(name, call) for _, name in SPANS for call in range(1, CALLS + 1)}
+    assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
+    assert max(event["ts"] + event["dur"] for event in events) < 60e6
