@@ -1,18 +1,18 @@
 # `make` sets up, `make help` lists the rest.
 #
-# The interpreter: a python3 that has torch already (a training container, a GPU machine without network) is used as
-# it is and nothing is installed into it. Otherwise the pinned packages of requirements.txt go into .venv here. Either way
-# the package runs from this tree, so PYTHONPATH names it.
+# The interpreter: a python3 that has torch and numpy already (a training container, a GPU machine without network) is
+# used as it is and nothing is installed into it. Otherwise the pinned packages of requirements.txt go into .venv here.
+# Either way the package runs from this tree, so PYTHONPATH names it.
 
 PYTHON ?= python3
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 COMMAND := $(VENV)/bin/hybrid-ep
 
-HAS_TORCH := $(shell $(PYTHON) -c 'from importlib.util import find_spec as f; print(f("torch") and "yes" or "")' 2>/dev/null)
+HAS_LIBRARIES := $(shell $(PYTHON) -c 'from importlib.util import find_spec as f; print(f("torch") and f("numpy") and "yes" or "")' 2>/dev/null)
 ifneq ($(wildcard $(VENV)),)
     OWN_VENV := yes
-else ifeq ($(HAS_TORCH),)
+else ifeq ($(HAS_LIBRARIES),)
     OWN_VENV := yes
 endif
 

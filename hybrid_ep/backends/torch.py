@@ -1,6 +1,6 @@
 """The torch backend: the specification of the library, and what runs where nothing faster can.
 
-It imports torch only and runs on any device: gloo on the CPU, NCCL on GPUs, and gloo with host
+It needs no extension and runs on any device: gloo on the CPU, NCCL on GPUs, and gloo with host
 copies where several ranks share a GPU. The other backends are compared with it bit by bit, so the
 places where it adds and where it rounds are part of the contract:
 
