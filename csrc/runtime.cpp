@@ -199,6 +199,22 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     kernels::launch_sum_at_home(home, to_stream(stream));
 }
 
+int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    if (peer < 0 || peer >= config_.num_ranks) throw std::runtime_error("no such peer");
+    const int64_t half = (buffer_.values_offset - buffer_.inbox_offset) / 2 / 128 * 128;
+    const auto slices = layout::SliceLayout::make(buffer_.inbox_row_bytes, config_.slice_bytes);
+    const char* source = memory_->peers().base[push ? config_.rank : peer];
+    kernels::CopyPeerParams p{};
+    p.from = source + buffer_.inbox_offset;
+    p.to = memory_->peers().base[push ? peer : config_.rank] + buffer_.inbox_offset + half;
+    p.num_bytes = std::min(num_bytes, half) / layout::kBulkAlign * layout::kBulkAlign;
+    p.num_blocks = num_sms;
+    p.ring = layout::move_ring(slices, {buffer_.inbox_row_bytes, 0, 0});
+    kernels::launch_copy_peer(p, to_stream(stream));
+    return p.num_bytes;
+}
+
 std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream) const {
     const auto* mail = &mail_[ticket % kMailSlots];
     const auto start = std::chrono::steady_clock::now();

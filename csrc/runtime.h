@@ -58,6 +58,12 @@ class Runtime {
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
                  uintptr_t stream);
 
+    // For the bench alone: moves the first half of an inbox (the peer's, or mine with `push`) to
+    // the second half of the other rank's, with the ring of dispatch. Returns the number of bytes
+    // moved, at most `num_bytes`. It overwrites the inbox: no rank may be in a call, before or
+    // after.
+    int64_t copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream);
+
     // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
     // came first or the deadline passed. Throws what CUDA says if the kernels failed.
     std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;

@@ -97,4 +97,14 @@ struct SumAtHomeParams {
 };
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);
 
+// For the bench alone: bytes from one rank's memory to another's.
+struct CopyPeerParams {
+    const char* from;
+    char* to;
+    int64_t num_bytes;  // a multiple of 16
+    int num_blocks;
+    layout::RingShape ring;
+};
+void launch_copy_peer(const CopyPeerParams& p, cudaStream_t stream);
+
 }  // namespace hybrid_ep::kernels
