@@ -17,7 +17,7 @@ import platform
 import traceback
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from torch import Tensor
 from hybrid_ep.buffer import Buffer, round_up
 from hybrid_ep.config import Config
 from hybrid_ep.handle import Dispatched, Handle
-from hybrid_ep.launch import default_num_ranks, rank_device, run_ranks
 from hybrid_ep.ops import combine, dispatch
 
 EXPERTS_PER_RANK = 4
@@ -859,67 +858,3 @@ PROPERTIES: tuple[Callable[[_World], str | None], ...] = (
     _replay,
     _repeatable,
 )
-
-
-# ---- ranks for a command
-
-
-def ranks_here(asked: int | None) -> int:
-    """The number of ranks that ``on_ranks`` will use.
-
-    Raises:
-        ValueError: less than 1, or another number than torchrun started.
-    """
-    if _under_torchrun():
-        started = int(os.environ["WORLD_SIZE"])
-        if asked not in (None, started):
-            raise ValueError(f"--ranks must be the {started} that torchrun started, got {asked}")
-        return started
-    if asked is not None and asked < 1:
-        raise ValueError(f"--ranks must be at least 1, got {asked}")
-    return default_num_ranks() if asked is None else asked
-
-
-def _under_torchrun() -> bool:
-    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
-
-
-@dataclass(frozen=True)
-class Ran:
-    """What a function returned on the ranks; ``speaks`` on the one process that prints."""
-
-    values: list[Any]
-    speaks: bool = field(default=True)
-
-
-def on_ranks(
-    function: Callable[..., Any], num_ranks: int | None, *args: Any, device: str = "auto"
-) -> Ran:
-    """Call ``function(device, *args)`` on torchrun's ranks if this is one, else on fresh ones.
-
-    Args:
-        function: as of ``launch.run_ranks``.
-        num_ranks: as ``ranks_here`` takes it.
-        args: passed on.
-        device: ``"auto"`` or ``"cpu"``.
-
-    Returns:
-        Ran: what the ranks returned, in rank order.
-
-    Raises:
-        ValueError: as of ``ranks_here``.
-        RuntimeError: a rank raised or died.
-    """
-    started = ranks_here(num_ranks)
-    if not _under_torchrun():
-        return Ran(run_ranks(function, started, *args, device=device))
-    mine = rank_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), device)
-    if mine.type == "cuda":
-        torch.cuda.set_device(mine)
-    dist.init_process_group("gloo")
-    try:
-        values: list[Any] = [None] * started
-        dist.all_gather_object(values, function(mine, *args))
-        return Ran(values, speaks=dist.get_rank() == 0)
-    finally:
-        dist.destroy_process_group()

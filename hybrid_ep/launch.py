@@ -1,7 +1,8 @@
 """Start ranks on this machine, each its own process, and collect what they return.
 
 For the command line, the examples and a first try in a notebook; a training job has its own
-launcher (torchrun, Slurm) and does not need this.
+launcher (torchrun, Slurm) and does not need this. ``on_ranks`` is for a command that may be started
+either way: it takes torchrun's ranks where this process is one of them.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import os
 import socket
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -76,6 +78,72 @@ def run_ranks(
             worker.join(timeout=20)
             if worker.is_alive():
                 worker.kill()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a function returned on the ranks, and who tells the user.
+
+    Attributes:
+        values: in rank order.
+        speaks: whether this is the one process that prints.
+    """
+
+    values: list[Any]
+    speaks: bool = True
+
+
+def ranks_here(asked: int | None) -> int:
+    """The number of ranks that ``on_ranks`` will use.
+
+    Raises:
+        ValueError: less than 1, or another number than torchrun started.
+    """
+    if _under_torchrun():
+        started = int(os.environ["WORLD_SIZE"])
+        if asked not in (None, started):
+            raise ValueError(f"--ranks must be the {started} that torchrun started, got {asked}")
+        return started
+    if asked is not None and asked < 1:
+        raise ValueError(f"--ranks must be at least 1, got {asked}")
+    return default_num_ranks() if asked is None else asked
+
+
+def on_ranks(
+    function: Callable[..., Any], num_ranks: int | None, *args: Any, device: str = "auto"
+) -> Ran:
+    """Call ``function(device, *args)`` on torchrun's ranks if this is one, else on fresh ones.
+
+    Args:
+        function: as of ``run_ranks``.
+        num_ranks: as ``ranks_here`` takes it.
+        args: passed on.
+        device: ``"auto"`` or ``"cpu"``.
+
+    Returns:
+        Ran: what the ranks returned.
+
+    Raises:
+        ValueError: as of ``ranks_here``.
+        RuntimeError: a rank raised or died.
+    """
+    started = ranks_here(num_ranks)
+    if not _under_torchrun():
+        return Ran(run_ranks(function, started, *args, device=device))
+    mine = rank_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), device)
+    if mine.type == "cuda":
+        torch.cuda.set_device(mine)
+    dist.init_process_group("gloo")
+    try:
+        values: list[Any] = [None] * started
+        dist.all_gather_object(values, function(mine, *args))
+        return Ran(values, speaks=dist.get_rank() == 0)
+    finally:
+        dist.destroy_process_group()
+
+
+def _under_torchrun() -> bool:
+    return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 def _collect(results: Any, workers: list[Any]) -> list[Any]:

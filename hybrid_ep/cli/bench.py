@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from hybrid_ep import bench, bench_report
-from hybrid_ep.check import on_ranks, ranks_here
+from hybrid_ep.launch import on_ranks, ranks_here
 
 HELP = "time dispatch and combine on this machine"
 

@@ -17,6 +17,7 @@ import torch
 
 from hybrid_ep import check
 from hybrid_ep.buffer import BACKENDS
+from hybrid_ep.launch import on_ranks
 
 HELP = "check dispatch and combine on this machine"
 
@@ -32,9 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Check and print; 1 if a property fails."""
     try:
-        ran = check.on_ranks(
-            _on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device
-        )
+        ran = on_ranks(_on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device)
     except RuntimeError as error:
         print(f"hybrid-ep check: {error}", file=sys.stderr)
         return 1
