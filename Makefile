@@ -29,8 +29,10 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) -print0
 
+TOOL ?= memcheck
+
 .DEFAULT_GOAL := setup
-.PHONY: setup build demo test lint format bench clean help
+.PHONY: setup build demo test lint format sanitize bench clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -60,6 +62,9 @@ lint: $(PACKAGES)  ## ruff over the Python, clang-format over csrc
 format: $(PACKAGES)  ## rewrite the files as lint wants them
 	@ruff check --quiet --fix . ; ruff format --quiet .
 	@$(CSRC_FILES) | xargs -0r clang-format -i
+
+sanitize: setup  ## on GPUs: compute-sanitizer over small calls of every kind (TOOL=memcheck or racecheck)
+	@compute-sanitizer --tool $(TOOL) --target-processes all --error-exitcode 1 $(PY) -m hybrid_ep check --ranks 2 --backend nvlink
 
 bench: setup  ## measure dispatch and combine
 	@$(PY) -m hybrid_ep bench
