@@ -15,6 +15,8 @@ from torch import Tensor
 from hybrid_ep import check
 from hybrid_ep.backends import torch as torch_backend
 from hybrid_ep.backends.torch import TorchBackend
+from hybrid_ep.check.world import World
+from hybrid_ep.errors import PeerError
 from tests.launch import Pool, Rank
 
 PEERS, ORDER, COUNTS, WEIGHTS, FP8, LARGE, RAGGED, HOLES, ALIGN, MAX_ROWS, *_ = range(19)
@@ -236,6 +238,23 @@ def test_an_exception_fails_one_property(world: Callable[[int], Pool]) -> None:
         assert num_properties == len(check.PROPERTIES)
         assert len(failed) == 1
         assert "rank 1: OSError: planted (test_check.py:" in failed[0]
+
+
+def test_a_fault_that_a_kernel_left_is_told_by_its_own_property(alone: Rank) -> None:
+    """On GPUs a call whose wait was in vain returns, and ``Buffer.check`` knows why."""
+    world = World(None, backend="torch", device="cpu", ranks_per_node=None, timeout_s=1)
+    fault = PeerError(rank=0, peer=1, phase="combine", call=4, channel=2, reason="no signal")
+
+    def leaves_a_fault(world: World) -> str:
+        """Sums arrive."""
+        world.buffer()
+        return "sums: 3 values are wrong"
+
+    with mock.patch.object(TorchBackend, "check", side_effect=fault):
+        told = str(world.agree(leaves_a_fault))
+    assert told.startswith("FAIL  Sums arrive: rank 0: PeerError: rank 0 waited for rank 1")
+    assert str(world.agree(lambda world: None)).startswith("ok"), "the next has a Buffer of its own"
+    world.close()
 
 
 def stop_before_the_call(me: Rank) -> str:
