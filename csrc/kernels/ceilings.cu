@@ -1,12 +1,11 @@
 // What the link carries and nothing else: the bench holds dispatch and combine against it.
 //
-//   pull   peer's inbox, first half --TMA load over NVLink--> stage --TMA store--> my inbox, second
-//   half push   my inbox, first half --TMA load--> stage --TMA store over NVLink--> peer's inbox,
-//   second half
+//   pull   inbox of the peer --TMA load over NVLink--> stage --TMA store--> my inbox
+//   push   my inbox --TMA load--> stage --TMA store over NVLink--> inbox of the peer
 //
-// The pieces, the ring and the grid are those of dispatch, one store a load: so a difference to
-// this is what dispatch itself costs. No flag is set and none waited for: the caller keeps all
-// ranks out of other calls meanwhile.
+// Sources are the first halves of the inboxes, targets the second. The pieces, the ring and the
+// grid are those of dispatch, one store a load: so a difference to this is what dispatch itself
+// costs. No flag is set and none waited for: the caller keeps all ranks out of other calls.
 #include "device/ring.cuh"
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"

@@ -1,15 +1,19 @@
-"""Time dispatch and combine here, beside the bare all_to_all_single of the same bytes.
+"""Time dispatch and combine here, beside plain torch's and what the hardware carries.
 
 Starts its own ranks, or uses torchrun's. Every option that takes several values is measured for
-each. GB/s counts what leaves a rank: a token once per other rank that has one of its experts.
+each. On GPUs without any size named: a sweep of half a minute at T 4096, H 7168, K 8. GB/s counts
+what leaves a rank: a token once per other rank that has one of its experts.
 
-    hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot charts
+    hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
 
-The JSON: device, num_gpus, torch, commit, command, ceilings (GB/s of plain copies), skipped, and
-records: op, backend, mode, direction, sizing, max_rows, ranks, tokens, hidden, experts, topk,
-dtype, skew, sms, us_median, us_min, us_max (of the slowest rank in each iteration), nvlink_bytes
-(busiest rank, one direction, mean of the input sets), gbps, ceiling_fraction (of the peer copy, or
-of the bare all_to_all where no two GPUs can copy), ratio_to_all_to_all (of time).
+The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
+pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
+nccl or gloo all of it in plain torch), mode, direction, sizing, max_rows (the bound: what the
+largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dtype, skew, align,
+weighted, sms, us_median, us_min, us_max (of the slowest rank in each iteration), host_us (where the
+host does not wait), rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the
+input sets), gbps, ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is
+none, of the peer copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
 """
 
 from __future__ import annotations
@@ -17,76 +21,107 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from hybrid_ep import bench, bench_report
+from hybrid_ep import bench
+from hybrid_ep.bench.charts import plot
+from hybrid_ep.bench.records import describe_machine
+from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
 
 HELP = "time dispatch and combine on this machine"
 
+_DEFAULTS: dict[str, Any] = {
+    "tokens": (4096,),
+    "hidden": (1024,),
+    "experts": (256,),
+    "topk": (8,),
+    "sms": (16, 32, 48),
+    "dtypes": ("bf16",),
+    "skew": (0.0,),
+}
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    on_gpu = torch.cuda.is_available()
     parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
     parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    sizes = {
-        "tokens": [4096],
-        "hidden": [7168 if on_gpu else 1024],
-        "experts": [256],
-        "topk": [8],
-        "sms": [16, 24, 32, 48],
-    }
-    for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, nargs="+", default=default, metavar="N")
-    parser.add_argument("--dtype", nargs="+", default=["bf16"], choices=tuple(bench.DTYPES))
+    for name in ("tokens", "hidden", "experts", "topk", "sms"):
+        told = " ".join(map(str, _DEFAULTS[name]))
+        parser.add_argument(
+            f"--{name}",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help=f"default {told}" + (", on GPUs 7168" if name == "hidden" else ""),
+        )
+    parser.add_argument("--dtype", nargs="+", dest="dtypes", choices=tuple(bench.DTYPES))
     parser.add_argument("--sizing", nargs="+", default=list(bench.SIZINGS), choices=bench.SIZINGS)
     parser.add_argument(
-        "--skew", type=float, default=0.0, help="exponent of a Zipf law of the experts' load"
+        "--skew",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="exponents of a Zipf law of the experts' load; default 0, uniform",
     )
     parser.add_argument("--align", type=int, default=1)
     parser.add_argument("--weighted", action="store_true", help="combine with weights")
-    parser.add_argument("--no-backward", action="store_true", help="leave the gradients out")
+    parser.add_argument(
+        "--backward",
+        action=argparse.BooleanOptionalAction,
+        help="time the gradients; default: where sizes are named, or without a GPU",
+    )
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
     parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="DIR")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
-    options = bench.Options(
-        backends=tuple(args.backend.split(",")),
-        tokens=tuple(args.tokens),
-        hidden=tuple(args.hidden),
-        experts=tuple(args.experts),
-        topk=tuple(args.topk),
-        dtypes=tuple(args.dtype),
-        sms=tuple(args.sms),
-        sizings=tuple(args.sizing),
-        skew=args.skew,
-        align=args.align,
-        weighted=args.weighted,
-        backward=not args.no_backward,
-        iters=args.iters,
-        warmup=args.warmup,
-    )
-    options.check(ranks_here(args.ranks))
+    sweeps = _sweeps(args)
+    for options in sweeps:
+        options.check(ranks_here(args.ranks))
     try:
-        ran = on_ranks(bench.measure, args.ranks, options, device=args.device)
+        ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device)
     except RuntimeError as error:
         print(f"hybrid-ep bench: {error}", file=sys.stderr)
         return 1
     if not ran.speaks:
         return 0
-    report = {**bench.describe_machine(args.device, len(ran.values)), **ran.values[0]}
-    bench_report.print_table(report)
+    report = {**describe_machine(args.device, len(ran.values)), **ran.values[0]}
+    skipped = report.pop("skipped")
+    print_table(report, skipped)
     if args.json is not None:
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
-        for path in bench_report.plot(report, args.plot):
-            print(f"wrote {path}")
+        drawn = plot(report, args.plot)
+        print(f"wrote {args.plot}" if drawn else "nothing to plot: no SMs or tokens were swept")
     return 0
+
+
+def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:
+    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    asked = {name: tuple(given) for name in _DEFAULTS if (given := getattr(args, name)) is not None}
+    sizes = {**_DEFAULTS, **asked}
+    if on_gpu and "hidden" not in asked:
+        sizes["hidden"] = (7168,)
+    options = bench.Options(
+        backends=tuple(args.backend.split(",")),
+        **sizes,
+        sizings=tuple(args.sizing),
+        align=args.align,
+        weighted=args.weighted,
+        iters=args.iters,
+        warmup=args.warmup,
+    )
+    sweeps = bench.gpu_sweeps(options) if on_gpu and not asked else (options,)
+    if args.backward is not None:
+        sweeps = tuple(replace(each, backward=args.backward) for each in sweeps)
+    return sweeps

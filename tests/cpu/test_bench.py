@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from hybrid_ep import bench, bench_report
+import hybrid_ep
+from hybrid_ep import bench
 from hybrid_ep.__main__ import main
+from hybrid_ep.bench.baselines import PlainTorch
+from hybrid_ep.bench.ceilings import ceiling_of
+from hybrid_ep.bench.charts import plot
+from hybrid_ep.bench.clock import Call
+from hybrid_ep.bench.inputs import make_inputs
+from hybrid_ep.bench.table import print_table
 from tests.launch import Pool, Rank
 
 TINY = bench.Options(
@@ -24,6 +32,7 @@ TINY = bench.Options(
     iters=2,
     warmup=1,
 )
+REPORT = ["device", "num_gpus", "commit", "command", "ceilings", "records"]
 RECORD = {
     "op": str,
     "backend": str,
@@ -37,11 +46,15 @@ RECORD = {
     "experts": int,
     "topk": int,
     "skew": float,
+    "align": int,
+    "weighted": bool,
+    "rows": int,
     "us_median": float,
     "us_min": float,
     "us_max": float,
     "nvlink_bytes": int,
     "gbps": float,
+    "ceiling_fraction": float,
 }
 
 
@@ -68,7 +81,7 @@ def count_by_hand(shape: bench.Shape, num_ranks: int, copy_bytes: int) -> int:
     ("num_ranks", "options"),
     [
         pytest.param(2, TINY, id="bf16"),
-        pytest.param(2, replace(TINY, dtypes=("fp8",), skew=1.0), id="fp8_skewed"),
+        pytest.param(2, replace(TINY, dtypes=("fp8",), skew=(1.0,)), id="fp8_skewed"),
         pytest.param(3, replace(TINY, experts=(9,), topk=(3,), weighted=True), id="3_ranks"),
     ],
 )
@@ -78,8 +91,6 @@ def test_bytes(world: Callable[[int], Pool], num_ranks: int, options: bench.Opti
     (shape,) = options.shapes()
     copy_bytes = {"dispatch": 64 + 4 if shape.dtype == "fp8" else 128, "combine": 128}
     for record in reports[0]["records"]:
-        if record["backend"] == "sort_all_to_all":
-            continue  # it sends a row for each expert
         op = "combine" if record["direction"] == "backward" else record["op"]
         wanted = count_by_hand(shape, num_ranks, copy_bytes[op])
         assert record["nvlink_bytes"] == wanted > 0, record
@@ -97,14 +108,20 @@ def test_records(world: Callable[[int], Pool]) -> None:
         for op in ("dispatch", "combine"):
             assert (op, "cached", "forward", sizing) in library
             assert (op, "cached", "backward", sizing) in library
-    assert {kind[:2] for kind in kinds if kind[0] != "torch"} == {
-        (backend, op) for backend in bench.BASELINES for op in ("dispatch", "combine")
+        assert ("combine", "fresh", "forward", sizing) in library
+    assert {kind[:3] for kind in kinds if kind[0] != "torch"} == {
+        (backend, op, mode)
+        for backend, mode in (("all_to_all", "cached"), ("gloo", "fresh"))
+        for op in ("dispatch", "combine")
     }
     for record in report["records"]:
         assert record["us_min"] <= record["us_median"] <= record["us_max"]
         assert record["ratio_to_all_to_all"] > 0
         assert record["ceiling_fraction"] > 0
-        assert (record["max_rows"] is None) == (record["sizing"] == "exact")
+        if record["sizing"] == "exact":
+            assert record["max_rows"] is None
+        else:
+            assert record["max_rows"] == 128, "what the largest rank needs, rounded up"
         assert record["sms"] is None, "the torch backend uses none"
 
 
@@ -115,12 +132,12 @@ def test_one_rank(world: Callable[[int], Pool]) -> None:
 
 def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
-    path = tmp_path / "bench.json"
+    path, chart = tmp_path / "bench.json", tmp_path / "charts" / "bench.png"
     sizes = "--tokens 8 16 --hidden 32 --experts 4 --topk 2 --iters 1 --warmup 0 --sizing exact"
     asked = ["bench", "--ranks", "2", "--backend", "torch", "--device", "cpu", *sizes.split()]
-    assert main([*asked, "--json", str(path), "--plot", str(tmp_path / "charts")]) == 0
+    assert main([*asked, "--json", str(path), "--plot", str(chart)]) == 0
     report = json.loads(path.read_text())
-    assert {"device", "num_gpus", "torch", "commit", "command", "skipped"} <= report.keys()
+    assert list(report) == REPORT
     assert report["num_gpus"] == 0
     assert report["ceilings"]["memory_copy_gbps"] > 0
     for record in report["records"]:
@@ -129,7 +146,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     printed = capfd.readouterr().out
     for text in ("dispatch", "combine backward", "all_to_all", "fresh", "x bare", "ceiling memory"):
         assert text in printed
-    assert [each.name for each in (tmp_path / "charts").iterdir()] == ["time_vs_tokens.png"]
+    assert chart.read_bytes().startswith(b"\x89PNG")
 
 
 def test_plain_table_says_the_same(
@@ -139,37 +156,48 @@ def test_plain_table_says_the_same(
         **dict.fromkeys(RECORD, 1),
         **{key: key for key, kind in RECORD.items() if kind is str},
         **{"sms": 24, "ratio_to_all_to_all": 1.5, "us_median": 12.0, "us_min": 3.0, "us_max": 45.0},
+        **{"host_us": 31.4, "ceiling_fraction": 0.84},
     }
     machine = {"device": "a GPU", "num_gpus": 1, "commit": "abc"}
-    report = {**machine, "records": [record], "ceilings": {}, "skipped": ["nvlink: no GPU"]}
+    ceilings = {"peer_copy_gbps": 395.0, "pull_gbps": {"8": 322.96, "16": 334.0}}
+    report = {**machine, "records": [record], "ceilings": ceilings}
     monkeypatch.setitem(__import__("sys").modules, "rich", None)
     monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    bench_report.print_table(report)
+    print_table(report, ["nvlink: no GPU"])
     printed = capsys.readouterr().out
-    for text in ("us [min..max]", "12 [3..45]", "24", "1.50", "skipped: nvlink: no GPU"):
+    for text in ("us [min..max]", "12 [3..45]", "24", "1.50", "31", "0.84"):
         assert text in printed
+    for line in (
+        "skipped: nvlink: no GPU",
+        "ceiling peer copy: 395.0 GB/s",
+        "ceiling pull: GB/s by SMs: 323.0 on 8, 334.0 on 16",
+    ):
+        assert line in printed.splitlines()
 
 
 def test_charts_against_sms(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     shape = bench.Shape(16, 64, 8, 2, "bf16")
     common = {
-        **bench.asdict(shape),
+        **asdict(shape),
         "mode": "fresh",
         "sizing": "exact",
         "direction": "forward",
         "nvlink_bytes": 10**6,
+        "ceiling_gbps": 300.0,
     }
     records = [
         {**common, "op": op, "backend": "nvlink", "sms": sms, "us_median": 100.0 / sms}
         for op in ("dispatch", "combine")
         for sms in (8, 16)
     ]
-    records.append(
-        {**common, "op": "combine", "backend": "all_to_all", "sms": None, "us_median": 9}
-    )
-    report = {"device": "a GPU", "records": records, "ceilings": {"peer_copy_gbps": 300.0}}
-    assert [path.name for path in bench_report.plot(report, tmp_path)] == ["time_vs_sms.png"]
+    records.append({**common, "op": "combine", "backend": "nccl", "sms": None, "us_median": 9})
+    report = {"device": "a GPU", "commit": "abc", "records": records, "ceilings": {}}
+    assert plot(report, tmp_path / "sms.png")
+    assert (tmp_path / "sms.png").read_bytes().startswith(b"\x89PNG")
+    one_point = {**report, "records": records[:1]}
+    assert not plot(one_point, tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
 
 
 @pytest.mark.parametrize(
@@ -181,6 +209,7 @@ def test_charts_against_sms(tmp_path: Path) -> None:
         ({"backends": ("quick",)}, "backend must be one of"),
         ({"iters": 0}, "iters and align must be at least 1"),
         ({"tokens": (0,)}, "tokens must be at least 1"),
+        ({"skew": (0.0, -1.0)}, "skew must not be negative, got -1.0"),
     ],
 )
 def test_mistakes(change: dict[str, Any], rule: str) -> None:
@@ -196,3 +225,95 @@ def test_routing_is_skewed_and_repeatable() -> None:
     load = topk_idx.flatten().bincount(minlength=16)
     even = bench.make_topk(replace(shape, skew=0.0), 1, 2).flatten().bincount(minlength=16)
     assert load.max() > 2 * even.max()
+
+
+@dataclass(frozen=True)
+class Compared:
+    same_rows: bool
+    same_weights: bool
+    same_scales: bool
+    same_counts: bool
+    error: float  # of the sums, over the sum of the absolute terms
+
+
+def compare_plain_torch(me: Rank, shape: bench.Shape) -> list[Compared]:
+    plain = PlainTorch(shape.experts, dist.group.WORLD)
+    buffer = hybrid_ep.Buffer(
+        hidden=shape.hidden,
+        num_experts=shape.experts,
+        max_tokens=shape.tokens,
+        topk=shape.topk,
+        dtype=torch.float32,
+        device=me.device,
+        backend="torch",
+    )
+    compared = []
+    for index in range(bench.NUM_INPUTS):
+        x = make_inputs(shape, me.rank, index, me.device)
+        wanted = hybrid_ep.dispatch(buffer, x.x, x.topk_idx, x.topk_weights, scales=x.scales)
+        got = plain.dispatch(x)
+        rows = wanted.rows if x.scales is None else wanted.rows.to(torch.bfloat16)
+        home = hybrid_ep.combine(buffer, rows, wanted.handle).double()
+        terms = hybrid_ep.combine(buffer, rows.abs(), wanted.handle).double()
+        error = (plain.combine(rows, got.route).double() - home).abs() / terms.clamp(min=1e-30)
+        compared.append(
+            Compared(
+                torch.equal(got.rows.view(torch.uint8), wanted.rows.view(torch.uint8)),
+                torch.equal(got.weights, wanted.weights),
+                x.scales is None or torch.equal(got.scales, wanted.scales),
+                torch.equal(got.counts.int(), wanted.counts),
+                float(error.max()),
+            )
+        )
+    buffer.destroy()
+    return compared
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "shape"),
+    [
+        pytest.param(2, bench.Shape(48, 64, 8, 3, "bf16"), id="bf16"),
+        pytest.param(4, bench.Shape(33, 32, 16, 4, "fp32", 1.5), id="4_ranks_skewed"),
+        pytest.param(3, bench.Shape(20, 256, 9, 9, "fp8"), id="fp8_all_experts"),
+        pytest.param(3, bench.Shape(1, 32, 9, 1, "bf16"), id="rank_without_rows"),
+    ],
+)
+def test_plain_torch_does_the_same(
+    world: Callable[[int], Pool], num_ranks: int, shape: bench.Shape
+) -> None:
+    for compared in world(num_ranks).run(compare_plain_torch, shape):
+        for each in compared:
+            assert each.same_rows
+            assert each.same_weights
+            assert each.same_scales
+            assert each.same_counts
+            assert each.error < (1e-6 if shape.dtype == "fp32" else 3 * 2**-8)
+
+
+def test_a_call_is_held_against_the_ceiling_of_its_way() -> None:
+    ceilings = {
+        "peer_copy_gbps": 395.0,
+        "pull_gbps": {"8": 1.0, "16": 2.0},
+        "push_gbps": {"8": 3.0},
+    }
+
+    def ceiling(op: str, direction: str, sms: int | None, known: dict[str, Any]) -> float | None:
+        call = Call("nvlink", op, "cached", lambda i: int, 1, direction=direction)
+        return ceiling_of(known, call, sms)
+
+    assert ceiling("dispatch", "forward", 8, ceilings) == 1.0
+    assert ceiling("combine", "backward", 16, ceilings) == 2.0
+    assert ceiling("dispatch", "forward", None, ceilings) == 2.0, "the best of all for NCCL"
+    assert ceiling("combine", "forward", 8, ceilings) == 3.0
+    assert ceiling("dispatch", "backward", 8, ceilings) == 3.0
+    assert ceiling("dispatch", "forward", 8, {"peer_copy_gbps": 395.0}) == 395.0
+    assert ceiling("dispatch", "forward", 8, {}) is None
+
+
+def test_what_gpus_are_asked_without_sizes() -> None:
+    wide, narrow = bench.gpu_sweeps(bench.Options(iters=7))
+    wide.check(2)
+    narrow.check(2)
+    assert [shape.experts for shape in wide.shapes()] == [16, 256]
+    assert [shape.dtype for shape in narrow.shapes()] == ["fp8"]
+    assert wide.iters == narrow.iters == 7

@@ -1,0 +1,176 @@
+"""The same without the library: the bare all_to_all_single, and expert parallelism in plain torch.
+
+``PlainTorch`` is written as well as torch's own ops allow. A token crosses once for each rank that
+has any of its experts; the host waits once in a dispatch, for the numbers of copies and rows; its
+sums are fused gathers (``embedding_bag``) that add in fp32. It returns what the library returns:
+rows in the same order, their weights and scales, the experts' counts.
+
+    x[t] --gather--> copies by rank --all_to_all--> copies --gather--> rows by expert
+    y[t] <--sum over ranks-- copies <--all_to_all-- sums of copies <--sum over local experts-- rows
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hybrid_ep.backends.host_memory import as_words
+from hybrid_ep.bench.clock import Call
+from hybrid_ep.bench.inputs import Inputs, Traffic
+from hybrid_ep.bench.options import Shape
+
+
+def bare_calls(shape: Shape, traffic: Traffic, group: Any, device: torch.device) -> Iterator[Call]:
+    """The all_to_all_single of the same copies, and nothing else."""
+    rank, copies = dist.get_rank(), traffic.copies
+    for op, copy_bytes in (("dispatch", shape.dispatch_bytes), ("combine", shape.combine_bytes)):
+        if op == "combine" and shape.dtype == "fp8":
+            continue
+        sent, received = copies[:, rank], copies[:, :, rank]
+        if op == "combine":
+            sent, received = received, sent
+        buffers = [
+            tuple(
+                torch.zeros(int(n.sum()), copy_bytes, dtype=torch.uint8, device=device)
+                for n in (received[i], sent[i])
+            )
+            for i in range(len(copies))
+        ]
+        splits = [(received[i].tolist(), sent[i].tolist()) for i in range(len(copies))]
+
+        def bare(i: int, buffers: Any = buffers, splits: Any = splits) -> Callable[[], Any]:
+            return lambda: dist.all_to_all_single(*buffers[i], *splits[i], group=group)
+
+        yield Call("all_to_all", op, "cached", bare, traffic.between_ranks(copy_bytes))
+
+
+def plain_calls(shape: Shape, inputs: list[Inputs], traffic: Traffic, group: Any) -> Iterator[Call]:
+    """Dispatch and combine in plain torch."""
+    plain = PlainTorch(shape.experts, group)
+    call = functools.partial(Call, dist.get_backend(group), mode="fresh", host_waits=True)
+    yield call(
+        "dispatch",
+        begin=lambda i: functools.partial(plain.dispatch, inputs[i]),
+        link_bytes=traffic.between_ranks(shape.dispatch_bytes),
+    )
+    if shape.dtype == "fp8":
+        return
+
+    def home(i: int) -> Callable[[], Any]:
+        out = plain.dispatch(inputs[i])
+        return lambda: plain.combine(out.rows, out.route)
+
+    yield call("combine", begin=home, link_bytes=traffic.between_ranks(shape.combine_bytes))
+
+
+@dataclass(frozen=True)
+class Route:
+    """How rows go home: what each rank sent, and two lists of what is added up.
+
+    Attributes:
+        sent, received: copies for and from each rank.
+        rows: int64 ``[M]``: rows, copy by copy; copy c has ``rows[row_ends[c]:row_ends[c + 1]]``.
+        copies: int64 ``[sum(sent)]``: copies sent, token by token; likewise.
+    """
+
+    sent: list[int]
+    received: list[int]
+    rows: Tensor
+    row_ends: Tensor
+    copies: Tensor
+    copy_ends: Tensor
+
+
+@dataclass(frozen=True)
+class Dispatched:
+    """What a dispatch returns: ``rows [M, H]``, ``weights [M]``, ``scales [M, S]``, ``counts``."""
+
+    rows: Tensor
+    weights: Tensor
+    scales: Tensor | None
+    counts: Tensor
+    route: Route
+
+
+class PlainTorch:
+    """Expert parallelism of distinct experts a token, over any group that has all_to_all_single."""
+
+    def __init__(self, num_experts: int, group: Any) -> None:
+        self._group = group
+        self._ranks = dist.get_world_size(group)
+        self._num_local = num_experts // self._ranks
+        self._first = dist.get_rank(group) * self._num_local
+
+    def dispatch(self, inputs: Inputs) -> Dispatched:
+        """Rows by (local expert, source rank, source token); collective."""
+        tokens, topk = inputs.topk_idx.shape
+        owner = inputs.topk_idx // self._num_local
+        present = owner.new_zeros((tokens, self._ranks)).scatter_(1, owner, 1)
+        ones = torch.ones_like(owner).flatten()
+        rows_for = owner.new_zeros(self._ranks).scatter_add_(0, owner.flatten(), ones)
+        counts = torch.stack([present.sum(dim=0), rows_for], dim=1)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=self._group)
+        # everything that does not need the counts is queued before the host waits for them
+        by_rank = present.t().flatten().argsort(descending=True, stable=True)
+        told = [inputs.topk_idx.int(), inputs.topk_weights.view(torch.int32)]
+        if inputs.scales is not None:
+            told.append(inputs.scales.view(torch.int32))
+        told = torch.cat(told, dim=1)
+
+        counts, theirs = torch.stack([counts, theirs]).tolist()
+        sent, received = ([copies for copies, _ in each] for each in (counts, theirs))
+        num_rows = sum(rows for _, rows in theirs)
+        # ones first: copies by (rank, token)
+        token = by_rank[: sum(sent)] % tokens
+        words = as_words(inputs.x)
+        arrived = self._move(words.index_select(0, token), sent, received)
+        told = self._move(told.index_select(0, token), sent, received)
+
+        expert = (told[:, :topk].long() - self._first).flatten()
+        expert = torch.where((expert >= 0) & (expert < self._num_local), expert, self._num_local)
+        slot = expert.argsort(stable=True)[:num_rows]  # copy * K + k, by (expert, copy)
+        copy = slot // topk
+        rows = arrived.index_select(0, copy).view(inputs.x.dtype)
+        weights = told[:, topk : 2 * topk].reshape(-1).index_select(0, slot).view(torch.float32)
+        scales = None
+        if inputs.scales is not None:
+            scales = told[:, 2 * topk :].index_select(0, copy).view(torch.float32)
+        ones = torch.ones_like(expert)
+        counts = expert.new_zeros(self._num_local + 1).scatter_add_(0, expert, ones)[:-1]
+        route = Route(
+            sent,
+            received,
+            slot.argsort(),
+            _ends((expert < self._num_local).view(-1, topk).sum(dim=1)),
+            token.argsort(stable=True),
+            _ends(present.sum(dim=1)),
+        )
+        return Dispatched(rows, weights, scales, counts, route)
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """``[T, H]``: each token's rows added, rounded once a rank and once at home; collective."""
+        sums = _sum_bags(rows, route.rows, route.row_ends)
+        home = self._move(as_words(sums), route.received, route.sent).view(rows.dtype)
+        return _sum_bags(home, route.copies, route.copy_ends)
+
+    def _move(self, source: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        arrived = source.new_empty((sum(received), source.shape[1]))
+        dist.all_to_all_single(arrived, source, received, sent, group=self._group)
+        return arrived
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+
+
+def _sum_bags(rows: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+    return torch.nn.functional.embedding_bag(
+        index, rows, ends, mode="sum", include_last_offset=True
+    )

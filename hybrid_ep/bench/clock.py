@@ -1,0 +1,117 @@
+"""How long calls take, on the slowest rank."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep.bench.inputs import NUM_INPUTS
+
+# GPUs are kept busy so long before a call, so that the hosts are ahead of them; about 0.5 ms
+LEAD_CYCLES = 1_000_000
+
+
+@dataclass
+class Call:
+    """One thing to time.
+
+    Attributes:
+        backend: who does it.
+        op: ``"dispatch"`` or ``"combine"``.
+        mode: ``"fresh"`` or ``"cached"``.
+        begin: ``begin(i)`` prepares it for input set i, untimed, and returns what is timed.
+        link_bytes: what the busiest rank sends or receives.
+        direction: ``"forward"`` or ``"backward"``.
+        sizing: of ``options.SIZINGS``.
+        max_rows: the bound, where there is one.
+        host_waits: whether the host waits for the GPU in it.
+        us: of the slowest rank, by iteration; filled in by the clock.
+        host_us: the same, of the host alone; empty on the CPU, where it is no other.
+        bare: the all_to_all that took turns with it.
+    """
+
+    backend: str
+    op: str
+    mode: str
+    begin: Callable[[int], Callable[[], Any]]
+    link_bytes: int
+    direction: str = "forward"
+    sizing: str = "exact"
+    max_rows: int | None = None
+    host_waits: bool = False
+    us: tuple[float, ...] = ()
+    host_us: tuple[float, ...] = ()
+    bare: Call | None = None
+
+
+class Clock:
+    """Times calls: CUDA events on a GPU, wall clock on the CPU, from a barrier on; collective."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.nccl = _nccl_group(device)
+        self.tick = torch.zeros(1, device=device)
+
+    @property
+    def carrier(self) -> Any:
+        """The group for collectives on the device: NCCL, gloo on the CPU, or None."""
+        return self.nccl if self.device.type == "cuda" else dist.group.WORLD
+
+    def take_turns(self, calls: list[Call], *, iters: int, warmup: int) -> None:
+        """Fill in the times of all calls."""
+        times: list[list[tuple[float, float]]] = [[] for _ in calls]
+        for i in range(warmup + iters):
+            for mine, call in zip(times, calls, strict=True):
+                took = self.time(call.begin(i % NUM_INPUTS))
+                if i >= warmup:
+                    mine.append(took)
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, times)
+        slowest = torch.tensor(everybody, dtype=torch.float64).amax(dim=0)
+        bare = {call.op: call for call in calls if call.backend == "all_to_all"}
+        for call, took in zip(calls, slowest, strict=True):
+            call.us, host_us = (tuple(column) for column in took.t().tolist())
+            call.host_us = host_us if self.device.type == "cuda" else ()
+            call.bare = bare.get(call.op)
+
+    def time(self, call: Callable[[], Any]) -> tuple[float, float]:
+        """Microseconds of one call on this rank, and those that it held its host."""
+        if self.device.type != "cuda":
+            dist.barrier()
+            begin = time.perf_counter()
+            result = call()
+            us = (time.perf_counter() - begin) * 1e6
+            del result
+            return us, us
+        torch.cuda.synchronize(self.device)
+        dist.barrier()
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if self.nccl is not None:
+            # a barrier of the GPUs, behind which the call queues up: the hosts leave their own
+            # barrier tens of microseconds apart
+            torch.cuda._sleep(LEAD_CYCLES)
+            dist.all_reduce(self.tick, group=self.nccl)
+        start.record()
+        begin = time.perf_counter()
+        result = call()
+        host_us = (time.perf_counter() - begin) * 1e6
+        end.record()
+        torch.cuda.synchronize(self.device)
+        del result
+        return start.elapsed_time(end) * 1e3, host_us
+
+
+def _nccl_group(device: torch.device) -> Any:
+    """An NCCL group where each rank has a GPU of its own, else None; collective."""
+    place = (platform.node(), device.index) if device.type == "cuda" else None
+    everybody: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everybody, place)
+    if None in everybody or len(set(everybody)) < len(everybody) or not dist.is_nccl_available():
+        return None
+    return dist.new_group(backend="nccl")

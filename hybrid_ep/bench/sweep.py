@@ -1,0 +1,76 @@
+"""All settings that were asked for, one after the other, on every rank."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep.bench.baselines import bare_calls, plain_calls
+from hybrid_ep.bench.calls import library_calls, make_buffer
+from hybrid_ep.bench.ceilings import measure_ceilings
+from hybrid_ep.bench.clock import Clock
+from hybrid_ep.bench.inputs import NUM_INPUTS, Traffic, make_inputs
+from hybrid_ep.bench.options import Options, Shape
+from hybrid_ep.bench.records import make_record
+
+
+def measure(device: torch.device, *sweeps: Options) -> dict[str, Any]:
+    """Measure on this rank, together with all others of the default group.
+
+    Args:
+        device: of this rank.
+        sweeps: equal on all ranks.
+
+    Returns:
+        dict: ``ceilings``, ``records`` and ``skipped`` (why a backend was), the same on all ranks;
+        see ``hybrid_ep.cli.bench``.
+    """
+    clock = Clock(device)
+    sms = [n for options in sweeps for n in options.sms]
+    iters, warmup = sweeps[0].iters, sweeps[0].warmup
+    report: dict[str, Any] = {
+        "ceilings": measure_ceilings(clock, sms, iters=iters, warmup=warmup),
+        "records": [],
+        "skipped": [],
+    }
+    for options in sweeps:
+        for shape in options.shapes():
+            _measure_shape(shape, options, clock, report)
+    return report
+
+
+def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[str, Any]) -> None:
+    device, group = clock.device, clock.carrier
+    inputs = [make_inputs(shape, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
+    traffic = Traffic(shape, inputs)
+    bare, plain = [], []
+    if group is not None:  # gloo moves no CUDA tensors, and NCCL wants a GPU for each rank
+        bare = list(bare_calls(shape, traffic, group, device))
+        plain = list(plain_calls(shape, inputs, traffic, group))
+    done = set()
+    for backend, sizing, sms in itertools.product(options.backends, options.sizings, options.sms):
+        try:
+            buffer = make_buffer(shape, device, backend, sms)
+        except RuntimeError as error:  # raised on all ranks: this backend cannot run here
+            if str(error) not in report["skipped"]:
+                report["skipped"].append(str(error))
+            continue
+        key = (buffer.backend, sizing, None if buffer.backend == "torch" else sms)
+        if key not in done:
+            calls = list(library_calls(buffer, shape, inputs, sizing, traffic, options))
+            # plain torch runs once; the bare one in every setting, for the ratios, reported once
+            baselines = [] if done else [*bare, *plain]
+            clock.take_turns(
+                [*(baselines or bare), *calls], iters=options.iters, warmup=options.warmup
+            )
+            report["records"] += [
+                make_record(call, shape, key[2], traffic, options, report["ceilings"])
+                for call in [*baselines, *calls]
+            ]
+            done.add(key)
+            del calls
+        dist.barrier()
+        buffer.destroy()
