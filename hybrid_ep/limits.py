@@ -20,6 +20,17 @@ def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
 
 
+def check_counts(**counts: int) -> None:
+    """Refuse what is not a number of things, by its name.
+
+    Raises:
+        ValueError: a value is no integer or less than 1.
+    """
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+
+
 def beyond_nvlink(
     *,
     num_nodes: int,

@@ -14,96 +14,23 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
-from hybrid_ep.limits import (
-    MAX_QUEUE_DEPTH,
-    MIN_QUEUE_DEPTH,
-    ROW_ALIGN,
-    beyond_nvlink,
-    round_up,
+from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, check_counts, round_up
+from hybrid_ep.network_window import (
+    NETWORK_CHANNELS,
+    NETWORK_CHUNK_TOKENS,
+    NETWORK_WINDOW_CHUNKS,
+    Window,
+    network_window,
 )
+from hybrid_ep.nvlink_sizes import handle_bytes, record_bytes, symmetric_regions
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
-CHUNK_TOKENS = 128
-MAX_CHANNELS = 256
-NUM_PHASES = 3
-REGION_ALIGN = 128
-
-# What a rank has under way to each of its rail peers; 8 x 2 x 32 records of 14 kB are 15 times what
-# 50 GB/s carry in 10 us.
-NETWORK_CHANNELS = 8
-NETWORK_CHUNK_TOKENS = 32
-NETWORK_WINDOW_CHUNKS = 2
 
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
 SM_GBS = 60.0  # TMA stores to local memory by one SM; the reducer's loads come to the same
 HBM_GBS = 3350.0  # a device copy, read and write counted: 4096 x 7168 bf16 in 35 us
-
-
-def symmetric_regions(
-    *,
-    ranks_per_node: int,
-    num_local_experts: int,
-    max_tokens: int,
-    hidden: int,
-    topk: int,
-    itemsize: int,
-    scale_bytes: int,
-) -> dict[str, int]:
-    """Bytes of each region of one rank's symmetric memory, as csrc/layout/buffer_layout.h has them.
-
-    Args:
-        ranks_per_node: R, ranks that reach each other's memory.
-        num_local_experts: experts of one rank.
-        max_tokens: T.
-        hidden: elements of a row.
-        topk: K.
-        itemsize: bytes of an element of the widest payload.
-        scale_bytes: bytes of scales per token beside that payload.
-
-    Returns:
-        dict: region name -> bytes, each a multiple of 128.
-    """
-    ranks, tokens = ranks_per_node, max_tokens
-    record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
-    num_chunks = -(-tokens // CHUNK_TOKENS)
-    experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
-    chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
-    regions = {
-        "outbox": 2 * tokens * round_up(record, 128),  # each record begins a cache line
-        "routing_inbox": 2 * ranks * (experts + chunk_counts),
-        "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
-        "value_inbox": tokens * topk * 4,
-        "flags": ranks * NUM_PHASES * MAX_CHANNELS * 8 + 4096,
-    }
-    return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
-
-
-def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> int:
-    """Bytes of a token in an outbox and on the wire: row, scales and weights, each padded to 16."""
-    return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
-
-
-def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, topk: int) -> int:
-    """Bytes of a live handle's layout on the nvlink backend: the worst case, whatever the routing.
-
-    In int32 words: a header, each source's first copy, counts and offsets, 4 per possible copy, 1
-    per possible row, and per token a byte for its ranks and one per slot. Sections are padded to 4.
-    """
-    copies = num_ranks * max_tokens
-    words = 16
-    for section in (
-        num_ranks + 1,
-        num_local_experts,
-        num_local_experts + 1,
-        4 * copies,
-        copies * min(topk, num_local_experts),
-        -(-max_tokens // 4),
-        -(-max_tokens * topk // 4),
-    ):
-        words = round_up(words + section, 4)
-    return 4 * words
 
 
 @dataclass(frozen=True)
@@ -165,78 +92,6 @@ class Phase:
     def dominant(self) -> Bound:
         """The bound that is highest."""
         return max(self.bounds, key=lambda bound: bound.us)
-
-
-@dataclass(frozen=True)
-class Window:
-    """What is under way over the network at once; bounded by credits, so it does not grow with T.
-
-    The design's proposal: tokens go to the rail peers in chunks, each channel on queue pairs of its
-    own, and a chunk is sent when its window at the receiver is free. Nothing of it is built yet.
-
-    Attributes:
-        channels: queue pairs to each rail peer.
-        chunk_tokens: tokens that share a signal and a credit.
-        window_chunks: chunks of a channel under way to a rail peer, at most.
-        queue_pairs: of one rank.
-        entries: of a queue in use at once, at most: a put for each token, a signal for each chunk.
-        queue_depth: what NVSHMEM_QP_DEPTH must be at least.
-        num_bytes: symmetric memory of a rank's windows, for dispatch and combine.
-    """
-
-    channels: int
-    chunk_tokens: int
-    window_chunks: int
-    queue_pairs: int
-    entries: int
-    queue_depth: int
-    num_bytes: int
-
-
-def network_window(
-    *,
-    num_nodes: int,
-    record: int,
-    sum_bytes: int,
-    channels: int,
-    chunk_tokens: int,
-    window_chunks: int,
-) -> Window:
-    """The windows of a rank of several nodes.
-
-    Args:
-        num_nodes: nodes, each with one rail peer.
-        record: bytes of a token on its way out.
-        sum_bytes: bytes of a sum on its way home.
-        channels: queue pairs to each rail peer.
-        chunk_tokens: tokens that share a signal and a credit.
-        window_chunks: chunks under way in a channel.
-
-    Returns:
-        Window: its sizes; the number of tokens of a call is not among what they depend on.
-
-    Raises:
-        ValueError: the queues would be deeper than a network card has them.
-    """
-    _check_counts(channels=channels, chunk_tokens=chunk_tokens, window_chunks=window_chunks)
-    entries = window_chunks * (chunk_tokens + 1)
-    if entries > MAX_QUEUE_DEPTH:
-        raise ValueError(
-            f"window_chunks * (chunk_tokens + 1) must be at most {MAX_QUEUE_DEPTH}, the deepest "
-            f"queue of NVSHMEM's IBGDA, got {entries} (window_chunks={window_chunks}, "
-            f"chunk_tokens={chunk_tokens})"
-        )
-    rail_peers = num_nodes - 1
-    tokens = channels * window_chunks * chunk_tokens
-    return Window(
-        channels=channels,
-        chunk_tokens=chunk_tokens,
-        window_chunks=window_chunks,
-        queue_pairs=rail_peers * channels,
-        entries=entries,
-        queue_depth=max(MIN_QUEUE_DEPTH, 1 << (entries - 1).bit_length()),
-        num_bytes=rail_peers * tokens * (round_up(record, REGION_ALIGN) + round_up(sum_bytes, 16)),
-    )
 
 
 @dataclass(frozen=True)
@@ -343,7 +198,7 @@ def make_plan(
         ValueError: a value breaks a rule; the text has both.
     """
     ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
-    _check_counts(
+    check_counts(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
         max_tokens=max_tokens,
@@ -355,7 +210,7 @@ def make_plan(
     )
     num_nodes = Topology(0, num_ranks, ranks_per_node).num_nodes
     nodes_allowed = num_nodes if node_limit is None else node_limit
-    _check_counts(node_limit=nodes_allowed)
+    check_counts(node_limit=nodes_allowed)
     nodes_allowed = min(nodes_allowed, num_nodes)
     _check_sizes(num_ranks, hidden, num_experts, topk, dtype, scale_bytes)
     reachable = num_experts // num_nodes * nodes_allowed
@@ -531,12 +386,6 @@ def _binomial(trials: int, chance: float, hits: int) -> float:
 
 def _bound(limit: str, num_bytes: float, gbs: float) -> Bound:
     return Bound(limit, num_bytes, gbs, num_bytes / gbs / 1e3)
-
-
-def _check_counts(**counts: int) -> None:
-    for name, value in counts.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
 def _check_sizes(

@@ -14,9 +14,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from hybrid_ep import network_window
 from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
-from hybrid_ep.plan import Phase, Plan, Traffic, Window, make_plan
+from hybrid_ep.network_window import Window
+from hybrid_ep.plan import Phase, Plan, Traffic, make_plan
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
@@ -39,13 +41,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
     window = parser.add_argument_group("windows of the network, for several nodes")
     window.add_argument(
-        "--channels", type=int, default=plans.NETWORK_CHANNELS, help="queue pairs to each rail peer"
+        "--channels",
+        type=int,
+        default=network_window.NETWORK_CHANNELS,
+        help="queue pairs to each rail peer",
     )
     window.add_argument(
-        "--chunk", type=int, default=plans.NETWORK_CHUNK_TOKENS, help="tokens sent with one signal"
+        "--chunk",
+        type=int,
+        default=network_window.NETWORK_CHUNK_TOKENS,
+        help="tokens sent with one signal",
     )
     window.add_argument(
-        "--window", type=int, default=plans.NETWORK_WINDOW_CHUNKS, help="chunks under way at once"
+        "--window",
+        type=int,
+        default=network_window.NETWORK_WINDOW_CHUNKS,
+        help="chunks under way at once",
     )
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")

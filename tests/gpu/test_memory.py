@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_ep.plan import symmetric_regions
+from hybrid_ep.nvlink_sizes import symmetric_regions
 from tests.cases import Case
 from tests.cpu.test_memory import check_the_same_afterwards
 from tests.ranks import memory

@@ -1,0 +1,78 @@
+"""Bytes of the nvlink backend's memory, for machines without the extension.
+
+csrc/layout/ describes that memory; a test holds these sizes and the extension's together.
+"""
+
+from __future__ import annotations
+
+from hybrid_ep.limits import round_up
+
+CHUNK_TOKENS = 128
+MAX_CHANNELS = 256
+NUM_PHASES = 3
+REGION_ALIGN = 128
+
+
+def symmetric_regions(
+    *,
+    ranks_per_node: int,
+    num_local_experts: int,
+    max_tokens: int,
+    hidden: int,
+    topk: int,
+    itemsize: int,
+    scale_bytes: int,
+) -> dict[str, int]:
+    """Bytes of each region of one rank's symmetric memory, as csrc/layout/buffer_layout.h has them.
+
+    Args:
+        ranks_per_node: R, ranks that reach each other's memory.
+        num_local_experts: experts of one rank.
+        max_tokens: T.
+        hidden: elements of a row.
+        topk: K.
+        itemsize: bytes of an element of the widest payload.
+        scale_bytes: bytes of scales per token beside that payload.
+
+    Returns:
+        dict: region name -> bytes, each a multiple of 128.
+    """
+    ranks, tokens = ranks_per_node, max_tokens
+    record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
+    num_chunks = -(-tokens // CHUNK_TOKENS)
+    experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
+    chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
+    regions = {
+        "outbox": 2 * tokens * round_up(record, 128),  # each record begins a cache line
+        "routing_inbox": 2 * ranks * (experts + chunk_counts),
+        "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
+        "value_inbox": tokens * topk * 4,
+        "flags": ranks * NUM_PHASES * MAX_CHANNELS * 8 + 4096,
+    }
+    return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
+
+
+def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> int:
+    """Bytes of a token in an outbox and on the wire: row, scales and weights, each padded to 16."""
+    return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
+
+
+def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, topk: int) -> int:
+    """Bytes of a live handle's layout on the nvlink backend: the worst case, whatever the routing.
+
+    In int32 words: a header, each source's first copy, counts and offsets, 4 per possible copy, 1
+    per possible row, and per token a byte for its ranks and one per slot. Sections are padded to 4.
+    """
+    copies = num_ranks * max_tokens
+    words = 16
+    for section in (
+        num_ranks + 1,
+        num_local_experts,
+        num_local_experts + 1,
+        4 * copies,
+        copies * min(topk, num_local_experts),
+        -(-max_tokens // 4),
+        -(-max_tokens * topk // 4),
+    ):
+        words = round_up(words + section, 4)
+    return 4 * words
