@@ -39,6 +39,8 @@ def measure_ceilings(
         if device.type == "cuda" and torch.cuda.device_count() > 1:
             other = torch.device("cuda", (device.index + 1) % torch.cuda.device_count())
             found[0]["peer_copy_gbps"] = _copy_gbps(device, other)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # of the other GPU's memory too
     dist.broadcast_object_list(found, src=0)
     if clock.nccl is not None and dist.get_world_size() > 1:  # each rank has a GPU of its own
         found[0].update(_link_gbps(clock, sms, iters=iters, warmup=warmup))

@@ -42,20 +42,21 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     figure, cells = pyplot.subplots(
-        rows, columns, figsize=(7.2 * columns, 5.4 * rows), squeeze=False
+        rows, columns, figsize=(8.4 * columns, 4.8 * rows), squeeze=False
     )
     for cell in cells.flat[len(panels) :]:
         cell.set_visible(False)
     for (axis, op, curves), cell in zip(panels, cells.flat, strict=False):
         for name, points in curves.items():
-            cell.plot(*zip(*points, strict=True), marker="o", label=name)
+            style = "-" if "exact" in name.split() else ":"
+            cell.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=name)
         for name, points in _floors(report, axis, op).items():
-            cell.plot(*zip(*points, strict=True), ls="--", color="gray", label=name)
+            cell.plot(*zip(*points, strict=True), linestyle="--", color="gray", label=name)
         if axis == "sms":
             for line in _untuned(report["records"], op):  # often far above: told, not drawn
                 cell.plot([], [], " ", label=line)
         cell.set(title=op, xlabel=AXES[axis], ylabel="us, slowest rank", ylim=(0, None))
-        cell.legend(fontsize="x-small")
+        cell.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"{report['device']}, commit {report['commit']}")
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -93,7 +93,7 @@ class Options:
 
 
 def gpu_sweeps(options: Options) -> tuple[Options, ...]:
-    """What is measured on GPUs unless sizes are named: well under a minute on two H200.
+    """What is measured on GPUs unless sizes are named: meant for under a minute on two H200.
 
     The sizes are those of docs/performance.md and of the published figures of others.
     """

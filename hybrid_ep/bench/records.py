@@ -59,13 +59,22 @@ def make_record(
     }
 
 
-def describe_machine(device: str, num_ranks: int) -> dict[str, Any]:
-    """What a report says about where it was made; ``device`` is ``"auto"`` or ``"cpu"``."""
+def describe_machine(device: str, num_ranks: int, commit: str | None = None) -> dict[str, Any]:
+    """What a report says about where it was made.
+
+    Args:
+        device: ``"auto"`` or ``"cpu"``.
+        num_ranks: ranks that took part.
+        commit: of the code; None asks git.
+
+    Returns:
+        dict: ``device``, ``num_gpus``, ``commit``, ``command``.
+    """
     gpus = torch.cuda.device_count() if device != "cpu" and torch.cuda.is_available() else 0
     return {
         "device": torch.cuda.get_device_name(0) if gpus else _cpu_name(),
         "num_gpus": min(gpus, num_ranks),
-        "commit": _commit(),
+        "commit": commit or _commit(),
         "command": shlex.join(sys.argv),
     }
 

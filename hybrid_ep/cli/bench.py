@@ -1,8 +1,8 @@
 """Time dispatch and combine here, beside plain torch's and what the hardware carries.
 
 Starts its own ranks, or uses torchrun's. Every option that takes several values is measured for
-each. On GPUs without any size named: a sweep of half a minute at T 4096, H 7168, K 8. GB/s counts
-what leaves a rank: a token once per other rank that has one of its experts.
+each. On GPUs without any size named: a sweep of less than a minute at T 4096, H 7168, K 8.
+GB/s counts what leaves a rank: a token once per other rank that has one of its experts.
 
     hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
 
@@ -10,10 +10,11 @@ The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, p
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
 nccl or gloo all of it in plain torch), mode, direction, sizing, max_rows (the bound: what the
 largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dtype, skew, align,
-weighted, sms, us_median, us_min, us_max (of the slowest rank in each iteration), host_us (where the
-host does not wait), rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the
-input sets), gbps, ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is
-none, of the peer copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
+weighted, sms (of publish, pull and the sums alike; routing's two short kernels have grids of their
+own), us_median, us_min, us_max (of the slowest rank in each iteration), host_us (where the host
+does not wait), rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the input
+sets), gbps, ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is none,
+of the peer copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
 """
 
 from __future__ import annotations
@@ -78,12 +79,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
+    parser.add_argument("--commit", help="of the code, for the report; default: what git says")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="measure nothing: show what --json wrote before"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
+    if args.read is not None:
+        try:
+            report = json.loads(args.read.read_text())
+        except OSError as error:
+            raise ValueError(f"--read: {error}") from None
+        _tell(args, report, [])
+        return 0
     sweeps = _sweeps(args)
     for options in sweeps:
         options.check(ranks_here(args.ranks))
@@ -94,8 +106,13 @@ def run(args: argparse.Namespace) -> int:
         return 1
     if not ran.speaks:
         return 0
-    report = {**describe_machine(args.device, len(ran.values)), **ran.values[0]}
-    skipped = report.pop("skipped")
+    machine = describe_machine(args.device, len(ran.values), args.commit)
+    report = {**machine, **ran.values[0]}
+    _tell(args, report, report.pop("skipped"))
+    return 0
+
+
+def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
     print_table(report, skipped)
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +120,6 @@ def run(args: argparse.Namespace) -> int:
     if args.plot is not None:
         drawn = plot(report, args.plot)
         print(f"wrote {args.plot}" if drawn else "nothing to plot: no SMs or tokens were swept")
-    return 0
 
 
 def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:

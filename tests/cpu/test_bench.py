@@ -148,6 +148,11 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert text in printed
     assert chart.read_bytes().startswith(b"\x89PNG")
 
+    again = tmp_path / "again.json"
+    assert main(["bench", "--read", str(path), "--json", str(again)]) == 0
+    assert again.read_text() == path.read_text()
+    assert capfd.readouterr().out.startswith(printed.splitlines()[0])
+
 
 def test_plain_table_says_the_same(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
