@@ -75,7 +75,7 @@ def describe_machine(device: str, num_ranks: int, commit: str | None = None) -> 
         "device": torch.cuda.get_device_name(0) if gpus else _cpu_name(),
         "num_gpus": min(gpus, num_ranks),
         "commit": commit or _commit(),
-        "command": shlex.join(sys.argv),
+        "command": shlex.join(["hybrid-ep", *sys.argv[1:]]),
     }
 
 
