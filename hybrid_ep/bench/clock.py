@@ -32,6 +32,7 @@ class Call:
         max_rows: the bound, where there is one.
         host_waits: whether the host waits for the GPU in it.
         us: of the slowest rank, by iteration; filled in by the clock.
+        us_of_fastest: of the fastest rank, likewise.
         host_us: the same, of the host alone; empty on the CPU, where it is no other.
         bare: the all_to_all that took turns with it.
     """
@@ -46,6 +47,7 @@ class Call:
     max_rows: int | None = None
     host_waits: bool = False
     us: tuple[float, ...] = ()
+    us_of_fastest: tuple[float, ...] = ()
     host_us: tuple[float, ...] = ()
     bare: Call | None = None
 
@@ -73,10 +75,12 @@ class Clock:
                     mine.append(took)
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
-        slowest = torch.tensor(everybody, dtype=torch.float64).amax(dim=0)
+        of_ranks = torch.tensor(everybody, dtype=torch.float64)  # [rank, call, iteration, 2]
+        slowest, fastest = of_ranks.amax(dim=0), of_ranks.amin(dim=0)
         bare = {call.op: call for call in calls if call.backend == "all_to_all"}
-        for call, took in zip(calls, slowest, strict=True):
+        for call, took, least in zip(calls, slowest, fastest, strict=True):
             call.us, host_us = (tuple(column) for column in took.t().tolist())
+            call.us_of_fastest = tuple(least[:, 0].tolist())
             call.host_us = host_us if self.device.type == "cuda" else ()
             call.bare = bare.get(call.op)
 

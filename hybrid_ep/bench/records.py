@@ -49,6 +49,7 @@ def make_record(
         "us_median": median,
         "us_min": min(call.us),
         "us_max": max(call.us),
+        "us_fastest_rank": statistics.median(call.us_of_fastest),
         "host_us": host_us,
         "rows": traffic.most_rows,
         "nvlink_bytes": call.link_bytes,

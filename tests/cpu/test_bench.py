@@ -50,6 +50,7 @@ RECORD = {
     "weighted": bool,
     "rows": int,
     "us_median": float,
+    "us_fastest_rank": float,
     "us_min": float,
     "us_max": float,
     "nvlink_bytes": int,
@@ -116,6 +117,7 @@ def test_records(world: Callable[[int], Pool]) -> None:
     }
     for record in report["records"]:
         assert record["us_min"] <= record["us_median"] <= record["us_max"]
+        assert record["us_fastest_rank"] <= record["us_median"]
         assert record["ratio_to_all_to_all"] > 0
         assert record["ceiling_fraction"] > 0
         if record["sizing"] == "exact":
