@@ -32,7 +32,7 @@ CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '
 TOOL ?= memcheck
 
 .DEFAULT_GOAL := setup
-.PHONY: setup build demo test lint format sanitize bench clean help
+.PHONY: setup build demo test lint format sanitize bench kernel-times clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -68,6 +68,11 @@ sanitize: setup  ## on GPUs: compute-sanitizer over small calls of every kind (T
 
 bench: setup  ## measure dispatch and combine
 	@$(PY) -m hybrid_ep bench
+
+kernel-times:  ## build build/kernel_times, which times the kernels without Python
+	@mkdir -p build
+	@nvcc -std=c++17 -O3 --threads=0 --expt-relaxed-constexpr -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/kernel_times \
+	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/memory/*.cpp csrc/kernels/*.cu
 
 clean:  ## remove everything built (but not .venv)
 	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis

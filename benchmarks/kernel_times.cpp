@@ -1,0 +1,224 @@
+// How long each verb's kernels take, without Python and torch: ranks are forked processes, one a
+// GPU (or several, if there are fewer), that run the library's Runtime on random routing.
+//
+//   make kernel-times
+//   build/kernel_times [ranks] [tokens] [hidden] [experts] [topk] [SMs ...]
+//
+// Builds in seconds and runs in one, so that a change to a kernel can be timed many times in a
+// minute. Medians of the slowest rank in microseconds; bf16, fresh routing each time, inputs in
+// rotation.
+#include <cuda_runtime.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "runtime.h"
+
+namespace {
+
+using hybrid_ep::check_cuda;
+
+constexpr int kMaxRanks = 16, kInputs = 3, kWarmup = 4, kCalls = 20;
+constexpr int kPhases = 4;
+const char* const kPhaseNames[kPhases] = {"route", "publish", "pull", "combine"};
+
+// Shared by the processes.
+struct Board {
+    std::atomic<int> arrived, round;
+    char ipc_handles[kMaxRanks][64];
+    float us[kMaxRanks][kCalls][kPhases];
+};
+
+struct Shape {
+    int ranks, tokens, hidden, experts, topk;
+};
+
+void barrier(Board* board, int ranks) {
+    const int round = board->round.load();
+    if (board->arrived.fetch_add(1) + 1 == ranks) {
+        board->arrived = 0;
+        board->round.fetch_add(1);
+    } else {
+        while (board->round.load() == round) usleep(5);
+    }
+}
+
+template <typename T>
+uintptr_t to_device(const std::vector<T>& values) {
+    void* to = nullptr;
+    check_cuda(cudaMalloc(&to, values.size() * sizeof(T)), "an input");
+    check_cuda(cudaMemcpy(to, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
+               "an input");
+    return reinterpret_cast<uintptr_t>(to);
+}
+
+uintptr_t room(int64_t bytes) {
+    void* at = nullptr;
+    check_cuda(cudaMalloc(&at, std::max<int64_t>(bytes, 16)), "an output");
+    return reinterpret_cast<uintptr_t>(at);
+}
+
+struct Inputs {
+    uintptr_t x, topk_idx, weights;
+};
+
+Inputs draw(const Shape& shape, std::mt19937& random) {
+    // bf16 between 1 and 2, of either sign: what matters is that bits differ
+    std::vector<uint16_t> x(int64_t(shape.tokens) * shape.hidden);
+    for (auto& value : x) value = uint16_t(0x3F80 | (random() & 0x807F));
+    std::vector<int32_t> topk_idx(int64_t(shape.tokens) * shape.topk), experts(shape.experts);
+    for (int e = 0; e < shape.experts; ++e) experts[e] = e;
+    for (int t = 0; t < shape.tokens; ++t) {
+        for (int k = 0; k < shape.topk; ++k) {
+            std::swap(experts[k], experts[k + random() % (shape.experts - k)]);
+            topk_idx[int64_t(t) * shape.topk + k] = experts[k];
+        }
+    }
+    std::vector<float> weights(topk_idx.size());
+    for (auto& weight : weights) weight = float(random() % 1000) / 1000.f;
+    return {to_device(x), to_device(topk_idx), to_device(weights)};
+}
+
+void run_rank(Board* board, const Shape& shape, int rank, int sms) {
+    int gpus = 0;
+    check_cuda(cudaGetDeviceCount(&gpus), "number of GPUs");
+    const int device = rank % gpus;
+    check_cuda(cudaSetDevice(device), "device");
+    hybrid_ep::RuntimeConfig config{};
+    config.device = device;
+    config.rank = rank;
+    config.num_ranks = shape.ranks;
+    config.num_experts = shape.experts;
+    config.max_tokens = shape.tokens;
+    config.topk = shape.topk;
+    config.row_capacity = config.inbox_row_bytes = shape.hidden * 2;
+    config.num_sms_publish = config.num_sms_dispatch = config.num_sms_combine = sms;
+    config.slice_bytes = 16384;
+    config.timeout_s = 10;
+    hybrid_ep::Runtime runtime(config);
+    if (shape.ranks > 1) {
+        std::memcpy(board->ipc_handles[rank], runtime.ipc_handle().data(), 64);
+        barrier(board, shape.ranks);
+        std::vector<std::string> handles;
+        for (int r = 0; r < shape.ranks; ++r) handles.emplace_back(board->ipc_handles[r], 64);
+        runtime.open_peers(handles);
+    }
+
+    std::mt19937 random(rank + 1);
+    std::vector<Inputs> inputs;
+    for (int i = 0; i < kInputs; ++i) inputs.push_back(draw(shape, random));
+    const int row_bytes = shape.hidden * 2, local = shape.experts / shape.ranks;
+    const int64_t most_rows = int64_t(shape.tokens) * shape.ranks * std::min(shape.topk, local);
+    const uintptr_t words = room(runtime.handle_words() * 4), counts = room(local * 4),
+                    offsets = room((local + 1) * 4), required = room(4),
+                    rows = room(most_rows * row_bytes), row_weights = room(most_rows * 4),
+                    y = room(int64_t(shape.tokens) * row_bytes);
+    cudaStream_t stream;
+    check_cuda(cudaStreamCreate(&stream), "stream");
+    const auto on = reinterpret_cast<uintptr_t>(stream);
+    cudaEvent_t marks[kPhases + 1];
+    for (auto& mark : marks) check_cuda(cudaEventCreate(&mark), "event");
+
+    for (int call = 0; call < kWarmup + kCalls; ++call) {
+        const Inputs& in = inputs[call % kInputs];
+        barrier(board, shape.ranks);
+        cudaEventRecord(marks[0], stream);
+        const uint64_t ticket = runtime.route(in.topk_idx, 4, shape.topk, shape.tokens, 1, -1, true,
+                                              words, counts, offsets, required, on);
+        cudaEventRecord(marks[1], stream);
+        runtime.publish(in.x, row_bytes, row_bytes, in.weights, shape.topk, 0, 0, 0, shape.tokens,
+                        words, on);
+        const auto num_rows = runtime.required_rows(ticket, on);
+        cudaEventRecord(marks[2], stream);
+        if (!num_rows) break;
+        runtime.pull(rows, row_bytes, row_weights, 0, 0, *num_rows, words, on);
+        cudaEventRecord(marks[3], stream);
+        runtime.combine(rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words, on);
+        cudaEventRecord(marks[4], stream);
+        check_cuda(cudaStreamSynchronize(stream), "the kernels");
+        for (int phase = 0; phase < kPhases && call >= kWarmup; ++phase) {
+            float ms = 0;
+            cudaEventElapsedTime(&ms, marks[phase], marks[phase + 1]);
+            board->us[rank][call - kWarmup][phase] = ms * 1e3f;
+        }
+    }
+    if (const auto fault = runtime.fault()) {
+        std::fprintf(stderr, "rank %d waited for rank %d in vain\n", rank, fault->peer);
+        std::exit(1);
+    }
+    barrier(board, shape.ranks);
+    runtime.destroy();
+}
+
+int median_us(const Board* board, int ranks, int phase) {
+    std::vector<float> slowest(kCalls, 0.f);
+    for (int call = 0; call < kCalls; ++call) {
+        for (int r = 0; r < ranks; ++r) {
+            slowest[call] = std::max(slowest[call], board->us[r][call][phase]);
+        }
+    }
+    std::nth_element(slowest.begin(), slowest.begin() + kCalls / 2, slowest.end());
+    return int(slowest[kCalls / 2] + 0.5f);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    auto argument = [&](int i, int otherwise) { return argc > i ? std::atoi(argv[i]) : otherwise; };
+    const Shape shape{argument(1, 2), argument(2, 4096), argument(3, 7168), argument(4, 16),
+                      argument(5, 8)};
+    if (shape.ranks < 1 || shape.ranks > kMaxRanks || shape.experts % shape.ranks != 0 ||
+        shape.topk > shape.experts) {
+        std::fprintf(stderr, "1 to %d ranks that divide the experts, topk of these\n", kMaxRanks);
+        return 2;
+    }
+    std::vector<int> sms;
+    for (int i = 6; i < argc; ++i) sms.push_back(std::atoi(argv[i]));
+    if (sms.empty()) sms = {16, 32, 48};
+    for (int count : sms) {
+        void* shared =
+            mmap(nullptr, sizeof(Board), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+        auto* board = new (shared) Board{};
+        std::vector<pid_t> ranks;
+        for (int rank = 0; rank < shape.ranks; ++rank) {
+            const pid_t child = fork();
+            if (child != 0) {
+                ranks.push_back(child);
+                continue;
+            }
+            try {
+                run_rank(board, shape, rank, count);
+            } catch (const std::exception& error) {
+                std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
+                _exit(1);
+            }
+            _exit(0);
+        }
+        bool good = true;
+        for (int rank = 0, status = 0; rank < shape.ranks; ++rank) {
+            wait(&status);
+            if (status == 0) continue;
+            good = false;
+            for (pid_t other : ranks) kill(other, SIGKILL);  // they would wait for it
+        }
+        if (!good) return 1;
+        std::printf("E %d, %d SMs:", shape.experts, count);
+        for (int phase = 0; phase < kPhases; ++phase) {
+            std::printf(" %s %d", kPhaseNames[phase], median_us(board, shape.ranks, phase));
+        }
+        std::printf(" us\n");
+        munmap(shared, sizeof(Board));
+    }
+    return 0;
+}
