@@ -4,6 +4,14 @@ Pure arithmetic, so it answers for 1,024 ranks on a laptop. "Expected" is the me
 that draw each token's distinct experts uniformly at random, exactly (hypergeometric, no sampling);
 "worst" is the most that any routing can cause. The bounds are floors set by bytes and by measured
 rates (two H200 joined by NVLink): a phase cannot be faster, and may well be slower.
+
+With ``node_limit`` L, a token first draws L of the N nodes, then its K experts among the L * E/N
+there, uniformly each time. It reaches a given rank (or node) of m experts if the node is drawn and
+any of the m is:
+
+    L/N * (1 - C(L * E/N - m, K) / C(L * E/N, K))
+
+and all expected traffic is tokens times the ranks (or nodes) concerned times that.
 """
 
 from __future__ import annotations
@@ -79,6 +87,7 @@ class Phase:
         nvlink: through NVLink, a rank's own copies excluded.
         network: through the rank's network card; a token crosses once per remote node.
         network_without_dedup: the same if it crossed once per remote rank.
+        network_once_an_expert: the same if it crossed once per remote expert.
         bounds: the floors of its time, all of them.
     """
 
@@ -86,12 +95,24 @@ class Phase:
     nvlink: Traffic
     network: Traffic
     network_without_dedup: Traffic
+    network_once_an_expert: Traffic
     bounds: tuple[Bound, ...]
 
     @property
     def dominant(self) -> Bound:
         """The bound that is highest."""
         return max(self.bounds, key=lambda bound: bound.us)
+
+    @property
+    def balance_gbs(self) -> float | None:
+        """GB/s of a network card that would take as long as NVLink; None where either is idle.
+
+        A slower card makes the network the longer side, a faster one NVLink.
+        """
+        us = {bound.limit: bound.us for bound in self.bounds}
+        if not us.get("network") or not us["NVLink"]:
+            return None
+        return self.network.expected / us["NVLink"] / 1e3
 
 
 @dataclass(frozen=True)
@@ -149,6 +170,7 @@ class Plan:
         result = asdict(self)
         for name in ("dispatch", "combine"):
             result[name]["dominant"] = getattr(self, name).dominant.limit
+            result[name]["balance_gbs"] = getattr(self, name).balance_gbs
         return {**result, "num_nodes": self.num_nodes, "symmetric_bytes": self.symmetric_bytes}
 
 
@@ -258,14 +280,19 @@ def make_plan(
         tokens * min(copies.worst, remote_ranks),
         tokens * remote_ranks,
     )
-    links = (nvlink, network, network_without_dedup)
+    network_once_an_expert = Traffic(
+        tokens * topk * remote_nodes / num_nodes,  # of nodes alike, by either routing
+        tokens * min(topk, min(nodes_allowed, remote_nodes) * num_experts // num_nodes),
+        tokens * remote_ranks * min(topk, num_local_experts),
+    )
+    links = (nvlink, network, network_without_dedup, network_once_an_expert)
 
     def phase(links: tuple[Traffic, ...], wire_bytes: int, bounds: list[Bound]) -> Phase:
-        nvlink, network, network_without_dedup = (link.scaled(wire_bytes) for link in links)
+        nvlink, network, once_a_rank, once_an_expert = (link.scaled(wire_bytes) for link in links)
         bounds = [_bound("NVLink", nvlink.expected, nvlink_gbs), *bounds]
         if num_nodes > 1:
             bounds.append(_bound("network", network.expected, network_gbs))
-        return Phase(wire_bytes, nvlink, network, network_without_dedup, tuple(bounds))
+        return Phase(wire_bytes, nvlink, network, once_a_rank, once_an_expert, tuple(bounds))
 
     sm_gbs = SM_GBS * num_sms
     dispatch_bounds = [

@@ -4,6 +4,12 @@ Expected values are means over routings that draw each token's experts uniformly
 values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
 
   hybrid-ep plan --ranks 64 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 256 --topk 8
+  hybrid-ep plan --scaling     dispatch of DeepSeek-V3 on 8 to 1,024 ranks: bytes, floors of time
+  hybrid-ep plan --simulate    its chunks across 2, 4 and 8 nodes: time, overlap, credits needed
+
+These two take the sizes given and DeepSeek-V3's for the others, in bf16 and in fp8 (with a scale of
+4 bytes for 128 values), with uniform routing and with a node limit (4). There is no nvshmem backend yet: what they say of the network is a
+model that awaits comparison with a measurement.
 """
 
 from __future__ import annotations
@@ -11,32 +17,54 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from hybrid_ep import network_window
+from hybrid_ep import network_window, pipeline_model, scaling_tables
 from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
 from hybrid_ep.network_window import Window
 from hybrid_ep.plan import Phase, Plan, Traffic, make_plan
+from hybrid_ep.scaling import Shape
+from hybrid_ep.scaling_tables import Pair
+from hybrid_ep.tables import Rows, in_bytes, print_table
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
 STDOUT = "-"
-Rows = Sequence[Sequence[str]]
+NODE_LIMIT = 4  # DeepSeek-V3's, of the tables of several nodes
+SIZES = ("ranks", "tokens", "hidden", "experts", "topk")
+SIZES_HELP = (
+    "ranks of the group",
+    "tokens of a rank in one call",
+    "elements of a token",
+    "experts over all ranks",
+    "distinct experts of a token",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
-    sizes = parser.add_argument_group("sizes")
-    sizes.add_argument("--ranks", type=int, required=True, help="ranks of the group")
-    sizes.add_argument("--ranks-per-node", type=int, help="ranks of a node (default: one node)")
-    sizes.add_argument("--tokens", type=int, required=True, help="tokens of a rank in one call")
-    sizes.add_argument("--hidden", type=int, required=True, help="elements of a token")
-    sizes.add_argument("--experts", type=int, required=True, help="experts over all ranks")
-    sizes.add_argument("--topk", type=int, required=True, help="distinct experts of a token")
-    sizes.add_argument("--dtype", choices=plans.ITEMSIZE, default="bf16", help="of dispatch")
-    sizes.add_argument("--scale-bytes", type=int, default=0, help="bytes of scales per token")
+    tables = parser.add_argument_group("tables of several nodes, in place of one plan")
+    tables.add_argument(
+        "--scaling", action="store_true", help="traffic of dispatch on 1 to 128 nodes (of 8 ranks)"
+    )
+    tables.add_argument(
+        "--simulate",
+        action="store_true",
+        help="model the chunks across 2, 4 and 8 nodes; not yet compared with a measurement, as "
+        "the nvshmem backend does not exist yet",
+    )
+    sizes = parser.add_argument_group("sizes, the first five required for one plan")
+    for name, what in zip(SIZES, SIZES_HELP, strict=True):
+        sizes.add_argument(f"--{name}", type=int, help=what)
+    sizes.add_argument(
+        "--ranks-per-node", type=int, help="ranks of a node (default: all; 8 in the tables)"
+    )
+    sizes.add_argument("--dtype", choices=plans.ITEMSIZE, help="of dispatch (default: bf16)")
+    sizes.add_argument("--scale-bytes", type=int, help="bytes of scales per token (default: 0)")
     sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
     sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
     window = parser.add_argument_group("windows of the network, for several nodes")
@@ -61,6 +89,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
     rates.add_argument("--network-gbs", type=float, default=plans.NETWORK_GBS, metavar="GB/S")
+    for link, us in (
+        ("network", pipeline_model.NETWORK_LATENCY_US),
+        ("nvlink", pipeline_model.NVLINK_LATENCY_US),
+    ):
+        rates.add_argument(
+            f"--{link}-latency-us",
+            type=float,
+            default=us,
+            metavar="US",
+            help=f"for --simulate; an assumption (default: {us:g})",
+        )
     rates.add_argument("--sms", type=int, default=Config.num_sms_dispatch, help="SMs of a phase")
     parser.add_argument(
         "--json",
@@ -72,16 +111,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plan; ValueError where it breaks a rule."""
-    plan = make_plan(
+    """Print a plan or the tables of several nodes; ValueError where one breaks a rule."""
+    if args.scaling or args.simulate:
+        return _several_nodes(args)
+    plan = _one_plan(args)
+    return _tell(args.json, plan.as_dict(), lambda: _print_plan(plan))
+
+
+def _one_plan(args: argparse.Namespace) -> Plan:
+    missing = [f"--{name}" for name in SIZES if getattr(args, name) is None]
+    if missing:
+        raise ValueError(f"a plan must have its sizes, missing: {', '.join(missing)}")
+    return make_plan(
         num_ranks=args.ranks,
         ranks_per_node=args.ranks_per_node,
         max_tokens=args.tokens,
         hidden=args.hidden,
         num_experts=args.experts,
         topk=args.topk,
-        dtype=args.dtype,
-        scale_bytes=args.scale_bytes,
+        dtype=args.dtype or "bf16",
+        scale_bytes=args.scale_bytes or 0,
         align=args.align,
         nvlink_gbs=args.nvlink_gbs,
         network_gbs=args.network_gbs,
@@ -91,17 +140,68 @@ def run(args: argparse.Namespace) -> int:
         chunk_tokens=args.chunk,
         window_chunks=args.window,
     )
-    text = json.dumps(plan.as_dict(), indent=2) + "\n"
-    if args.json == STDOUT:
+
+
+def _several_nodes(args: argparse.Namespace) -> int:
+    if args.ranks is not None:
+        raise ValueError(
+            "--ranks must be left out with --scaling and --simulate, which have numbers of nodes "
+            f"of their own, got {args.ranks}"
+        )
+    pairs = _pairs(args)
+    tables = {}
+    if args.scaling:
+        tables["scaling"] = scaling_tables.Scaling.of(pairs)
+    if args.simulate:
+        tables["simulation"] = scaling_tables.Simulation.of(
+            pairs,
+            chunk_tokens=args.chunk,
+            credits=args.channels * args.window,
+            network_latency_us=args.network_latency_us,
+            nvlink_latency_us=args.nvlink_latency_us,
+        )
+
+    def show() -> None:
+        for table in tables.values():
+            table.show()
+
+    report = {name: table.as_dict() for name, table in tables.items()}
+    return _tell(args.json, {"status": scaling_tables.STATUS, **report}, show)
+
+
+def _pairs(args: argparse.Namespace) -> list[Pair]:
+    """For each dtype the shape with uniform routing and with a node limit."""
+    options = {
+        "ranks_per_node": args.ranks_per_node,
+        "max_tokens": args.tokens,
+        "hidden": args.hidden,
+        "num_experts": args.experts,
+        "topk": args.topk,
+        "nvlink_gbs": args.nvlink_gbs,
+        "network_gbs": args.network_gbs,
+    }
+    given = {name: value for name, value in options.items() if value is not None}
+    limit = NODE_LIMIT if args.node_limit is None else args.node_limit
+    pairs = []
+    for dtype in (args.dtype,) if args.dtype else ("bf16", "fp8"):
+        shape = Shape(dtype=dtype, scale_bytes=args.scale_bytes, **given)
+        pairs.append((shape, replace(shape, node_limit=limit)))
+    return pairs
+
+
+def _tell(target: str | None, report: dict[str, Any], show: Callable[[], None]) -> int:
+    """Show tables, or write JSON to stdout in their place, or both if the JSON goes to a file."""
+    text = json.dumps(report, indent=2) + "\n"
+    if target == STDOUT:
         sys.stdout.write(text)
         return 0
-    _print_plan(plan)
-    if args.json is not None:
+    show()
+    if target is not None:
         try:
-            Path(args.json).write_text(text)
+            Path(target).write_text(text)
         except OSError as error:
             raise ValueError(f"--json must name a file that can be written: {error}") from error
-        print(f"written to {args.json}")
+        print(f"written to {target}")
     return 0
 
 
@@ -129,6 +229,11 @@ def _print_plan(plan: Plan) -> None:
             ("limit", "bytes", "rate", "at least"),
             _floors(phase),
         )
+        if phase.balance_gbs is not None:
+            print(
+                f"With a network card of {phase.balance_gbs:,.0f} GB/s both sides would take as "
+                "long: below, the network is the longer\none, above, NVLink.\n"
+            )
     if plan.beyond_nvlink:
         print(f"The nvlink backend cannot run this: {'; '.join(plan.beyond_nvlink)}.")
     if plan.window is not None:
@@ -150,18 +255,22 @@ def _memory(plan: Plan) -> Rows:
     one_node = " (nvlink, one node)" if plan.num_nodes > 1 else " (nvlink)"
     return [
         *(
-            (name.replace("_", " "), _bytes(size), notes.get(name, ""))
+            (name.replace("_", " "), in_bytes(size), notes.get(name, ""))
             for name, size in plan.regions.items()
         ),
-        ("symmetric memory", _bytes(plan.symmetric_bytes), f"sum of the above{one_node}"),
-        ("live handle", _bytes(plan.handle_bytes), "each, nvlink backend"),
-        ("live handle", _bytes(plan.torch_layout_bytes), "each, torch backend"),
+        ("symmetric memory", in_bytes(plan.symmetric_bytes), f"sum of the above{one_node}"),
+        ("live handle", in_bytes(plan.handle_bytes), "each, nvlink backend"),
+        ("live handle", in_bytes(plan.torch_layout_bytes), "each, torch backend"),
         (
             "output rows",
-            _bytes(plan.rows.expected * plan.row_bytes),
-            f"expected; worst {_bytes(plan.rows.worst * plan.row_bytes)}",
+            in_bytes(plan.rows.expected * plan.row_bytes),
+            f"expected; worst {in_bytes(plan.rows.worst * plan.row_bytes)}",
         ),
-        ("a push design", _bytes(plan.push_bytes), "its receive buffer, tokens x ranks; not ours"),
+        (
+            "a push design",
+            in_bytes(plan.push_bytes),
+            "its receive buffer, tokens x ranks; not ours",
+        ),
     ]
 
 
@@ -173,7 +282,7 @@ def _window(window: Window) -> Rows:
             f"{window.queue_depth:,}",
             f"for {window.entries:,} entries; the tokens of a call do not matter",
         ),
-        ("windows", _bytes(window.num_bytes), "what is under way to a rank"),
+        ("windows", in_bytes(window.num_bytes), "what is under way to a rank"),
     ]
 
 
@@ -188,12 +297,13 @@ def _fan_out(plan: Plan) -> Rows:
 def _traffic(plan: Plan, phase: Phase) -> Rows:
     def row(link: str, traffic: Traffic) -> tuple[str, ...]:
         volumes = (traffic.expected, traffic.worst_sent, traffic.worst_received)
-        return (link, *map(_bytes, volumes))
+        return (link, *map(in_bytes, volumes))
 
     rows = [row("NVLink", phase.nvlink)]
     if plan.num_nodes > 1:
         rows.append(row("network, once a node", phase.network))
         rows.append(row("network if once a rank", phase.network_without_dedup))
+        rows.append(row("network if once an expert", phase.network_once_an_expert))
     return rows
 
 
@@ -201,47 +311,12 @@ def _floors(phase: Phase) -> Rows:
     return [
         (
             bound.limit,
-            _bytes(bound.num_bytes),
+            in_bytes(bound.num_bytes),
             f"{bound.gbs:,.0f} GB/s",
             f"{bound.us:,.0f} us" + (" <- dominates" if bound == phase.dominant else ""),
         )
         for bound in phase.bounds
     ]
-
-
-def print_table(title: str, header: Sequence[str], rows: Rows) -> None:
-    """Print a table: by rich where that is installed and a person looks on, else as plain text."""
-    if sys.stdout.isatty():
-        try:
-            _print_rich(title, header, rows)
-            return
-        except ImportError:
-            pass
-    lines = [header, *rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
-    print(title)
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  " + "  ".join(cells).rstrip())
-    print()
-
-
-def _print_rich(title: str, header: Sequence[str], rows: Rows) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(*header, title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
-
-
-def _bytes(value: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if value >= size:
-            return f"{value / size:,.2f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def _count(number: int, noun: str) -> str:

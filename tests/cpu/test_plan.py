@@ -153,6 +153,10 @@ SHAPES = [
         {"num_ranks": 8, "ranks_per_node": 2, "num_experts": 24, "topk": 4, "node_limit": 2},
         id="4x2-limit-2",
     ),
+    pytest.param(
+        {**EP64, "ranks_per_node": 8, "node_limit": 4},
+        id="deepseek-v3-8x8-limit-4",
+    ),
 ]
 
 
@@ -179,6 +183,36 @@ def test_expected_values_against_simulation(shape: dict) -> None:
     assert crossings.item() * scale == pytest.approx(phase.network.expected, rel=0.02)
     without = on_rank[:, local:].sum().item() * scale
     assert without == pytest.approx(phase.network_without_dedup.expected, rel=0.02)
+    remote_experts = (experts >= local * plan.num_experts // ranks).sum()
+    once_an_expert = remote_experts.item() * scale
+    assert once_an_expert == pytest.approx(phase.network_once_an_expert.expected, rel=0.02)
+
+
+@pytest.mark.parametrize("node_limit", [1, 2, 3, 4])
+def test_expected_values_over_all_routings(node_limit: int) -> None:
+    """4 nodes of 2 ranks of 2 experts: each set of nodes, then each set of experts there."""
+    plan = small(num_ranks=8, ranks_per_node=2, num_experts=16, topk=3, node_limit=node_limit)
+    tokens = [
+        chosen
+        for nodes in itertools.combinations(range(4), node_limit)
+        for chosen in itertools.combinations([e for e in range(16) if e // 4 in nodes], 3)
+    ]
+
+    def mean(count) -> float:
+        return sum(count(chosen) for chosen in tokens) / len(tokens)
+
+    ranks = mean(lambda chosen: len({e // 2 for e in chosen}))
+    nodes = mean(lambda chosen: len({e // 4 for e in chosen}))
+    assert plan.copies.expected == pytest.approx(ranks)
+    assert plan.nodes.expected == pytest.approx(nodes)
+    crossings = {
+        "network": mean(lambda chosen: len({e // 4 for e in chosen if e >= 4})),
+        "network_without_dedup": mean(lambda chosen: len({e // 2 for e in chosen if e >= 4})),
+        "network_once_an_expert": mean(lambda chosen: sum(e >= 4 for e in chosen)),
+    }
+    for name, times in crossings.items():
+        expected = getattr(plan.dispatch, name).expected
+        assert expected == pytest.approx(plan.max_tokens * times * plan.dispatch.row_bytes)
 
 
 def test_worst_traffic_by_construction() -> None:
@@ -193,10 +227,16 @@ def test_worst_traffic_by_construction() -> None:
     assert plan.dispatch.nvlink.worst_sent == sent["all to rank 1"] * row
     assert plan.dispatch.network.worst_sent == sent["one expert a node"] * row
     assert plan.dispatch.network_without_dedup.worst_sent == sent["three remote ranks"] * row
+    assert plan.dispatch.network_once_an_expert.worst_sent == rows * 3 * row
     # everybody chooses rank 0: its peer serves the tokens of its own rail on all three nodes
     assert plan.dispatch.nvlink.worst_received == rows * 3 * row
     assert plan.dispatch.network.worst_received == rows * 2 * row
     assert plan.dispatch.network_without_dedup.worst_received == rows * 4 * row
+    # both of its experts, by the tokens of the four remote ranks
+    assert plan.dispatch.network_once_an_expert.worst_received == rows * 4 * 2 * row
+    # one remote node of one expert is all that a token may choose there
+    few = small(num_ranks=2, ranks_per_node=1, num_experts=2, topk=2)
+    assert few.dispatch.network_once_an_expert.worst_sent == rows * few.dispatch.row_bytes
 
 
 def test_combine_goes_the_other_way_in_two_bytes() -> None:
@@ -236,6 +276,18 @@ def test_network_dominates_between_nodes() -> None:
     limited = make_plan(**EP64, ranks_per_node=8, node_limit=4)
     assert limited.dispatch.dominant.us < plan.dispatch.dominant.us
     assert make_plan(**EP64, ranks_per_node=8, node_limit=8).nodes == plan.nodes
+
+
+def test_balance_is_where_both_sides_take_as_long() -> None:
+    plan = make_plan(**EP64, ranks_per_node=8)
+    for name in ("dispatch", "combine"):
+        gbs = getattr(plan, name).balance_gbs
+        even = getattr(make_plan(**EP64, ranks_per_node=8, network_gbs=gbs), name)
+        us = {bound.limit: bound.us for bound in even.bounds}
+        assert us["network"] == pytest.approx(us["NVLink"])
+        assert plan.as_dict()[name]["balance_gbs"] == gbs
+    assert make_plan(**EP64).dispatch.balance_gbs is None
+    assert small(ranks_per_node=1).dispatch.balance_gbs is None  # no NVLink in a node of one
 
 
 def test_1024_ranks_are_instant() -> None:
@@ -478,3 +530,68 @@ def test_command_refuses_what_the_plan_refuses() -> None:
     with pytest.raises(SystemExit) as left:
         run_command("--dtype", "int3")
     assert left.value.code == 2
+
+
+# ---- tables of several nodes
+
+
+def run_tables(*words: str) -> int:
+    parser = argparse.ArgumentParser()
+    command.add_arguments(parser)
+    return command.run(parser.parse_args(words))
+
+
+def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.CaptureFixture) -> None:
+    assert run_tables("--scaling") == 0
+    text = capsys.readouterr().out
+    for dtype in ("bf16, 14,368 bytes", "fp8, 7,424 bytes"):
+        for routing in ("uniform", "at most 4 nodes"):
+            assert f"{dtype} a row, {routing}\n" in text
+    assert len(re.findall(r"^  1,024 +1,024 ", text, re.MULTILINE)) == 4
+    assert text.count("The network is the longer side from 16 ranks on.") == 4
+    assert "There is no nvshmem backend yet: this is a model that awaits" in text
+
+
+def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture) -> None:
+    assert run_tables("--simulate") == 0
+    text = capsys.readouterr().out
+    rows = re.findall(r"^  (bf16|fp8) +(uniform|at most 4 nodes) +(\d) ", text, re.MULTILINE)
+    assert rows == [
+        (dtype, routing, nodes)
+        for dtype in ("bf16", "fp8")
+        for routing, nodes in [*(("uniform", n) for n in "248"), ("at most 4 nodes", "8")]
+    ]
+    assert "chunks of 32 tokens, 16 credits" in text
+    assert "There is no nvshmem backend yet: this is a model that awaits" in text
+
+
+def test_tables_as_json_say_that_they_are_a_model(capsys: pytest.CaptureFixture) -> None:
+    assert run_tables("--scaling", "--simulate", "--json", "--network-latency-us", "20") == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "awaits comparison with a measurement" in report["status"]
+    assert len(report["scaling"]) == 4 * 8
+    assert report["simulation"]["network_latency_us"] == 20
+    assert {row["num_nodes"] for row in report["simulation"]["rows"]} == {2, 4, 8}
+    assert all(0 < r["outcome"]["overlap"] <= 1 for r in report["simulation"]["rows"])
+
+
+def test_tables_take_the_sizes_that_are_given(capsys: pytest.CaptureFixture, tmp_path) -> None:
+    sizes = "--ranks-per-node 4 --tokens 100 --hidden 64 --experts 24 --topk 2 --dtype fp8"
+    path = tmp_path / "scaling.json"
+    words = ("--scaling", *sizes.split(), "--node-limit", "1", "--json", str(path))
+    assert run_tables(*words) == 0
+    rows = json.loads(path.read_text())["scaling"]
+    assert [row["num_ranks"] for row in rows] == 2 * [4, 8, 16, 32, 64, 128, 256, 512]
+    assert [row["num_experts"] for row in rows][:4] == [24, 24, 32, 32]
+    assert {row["node_limit"] for row in rows} == {None, 1}
+    assert {row["dtype"] for row in rows} == {"fp8"}
+    assert "fp8, 80 bytes a row" in capsys.readouterr().out
+
+
+def test_tables_have_numbers_of_nodes_of_their_own() -> None:
+    with pytest.raises(ValueError, match=r"--ranks must be left out .* got 64"):
+        run_tables("--scaling", "--ranks", "64")
+    with pytest.raises(ValueError, match="missing: --ranks, --hidden, --topk"):
+        run_tables("--tokens", "1", "--experts", "8")
+    with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1, got 0"):
+        run_tables("--scaling", "--ranks-per-node", "0")

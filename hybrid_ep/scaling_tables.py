@@ -1,0 +1,224 @@
+"""The tables of ``plan --scaling`` and ``plan --simulate``, for people and as JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hybrid_ep.scaling import (
+    SIMULATED_NODES,
+    ScalingRow,
+    Shape,
+    SimulatedRow,
+    first_network_bound,
+    scaling_rows,
+    simulated_row,
+)
+from hybrid_ep.tables import in_bytes, print_table
+
+Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
+
+STATUS = (
+    "There is no nvshmem backend yet: this is a model that awaits comparison with a measurement."
+)
+CHUNK_SWEEP = (8, 32, 128, 512)  # tokens, on the fewest nodes, where the two sides are closest
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """Weak scaling; a list of rows for each dtype and routing."""
+
+    pairs: Sequence[Pair]
+    tables: list[list[ScalingRow]]
+
+    @classmethod
+    def of(cls, pairs: Sequence[Pair]) -> Scaling:
+        """The tables of these shapes."""
+        return cls(pairs, [scaling_rows(shape) for pair in pairs for shape in pair])
+
+    def as_dict(self) -> list[dict[str, Any]]:
+        """For JSON."""
+        return [asdict(row) for table in self.tables for row in table]
+
+    def show(self) -> None:
+        """Print them."""
+        shape = self.pairs[0][0]
+        print(
+            f"weak scaling of dispatch: nodes of {shape.ranks_per_node}, {_shape(shape)},\n"
+            f"network {shape.network_gbs:g} GB/s, NVLink {shape.nvlink_gbs:g} GB/s; expected bytes "
+            "of a rank, each way, and the floors that they set.\nA token crosses the network once "
+            "a node; once a rank, once an expert: what it would be without\ndeduplication. Even "
+            "at: the network card's GB/s at which both sides take as long. The limited\nrouting "
+            "draws the nodes uniformly and experts within them. Combine carries the same copies\n"
+            "home, in bf16 at least. MB, GB = 1e6, 1e9 bytes.\n"
+        )
+        for table in self.tables:
+            _print_scaling(table)
+        self._print_more_ranks_than_experts()
+        print(f"{STATUS}\n")
+
+    def _print_more_ranks_than_experts(self) -> None:
+        experts = self.pairs[0][0].num_experts
+        if any(row.num_experts != experts for row in self.tables[0]):
+            print(
+                f"Every rank needs as many experts as the others, so there are more than {experts} "
+                "where the column says so.\n"
+                f"Groups of at most {experts} ranks, side by side, keep the figures of one group.\n"
+            )
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """The chunk pipeline on some nodes, and with chunks of some sizes."""
+
+    pairs: Sequence[Pair]
+    rows: list[SimulatedRow]
+    chunk_sweep: list[SimulatedRow]
+    network_latency_us: float
+    nvlink_latency_us: float
+
+    @classmethod
+    def of(
+        cls,
+        pairs: Sequence[Pair],
+        *,
+        chunk_tokens: int,
+        credits: int,
+        network_latency_us: float,
+        nvlink_latency_us: float,
+    ) -> Simulation:
+        """Simulate these shapes; a node limit that does not bind is left out."""
+        latencies = {
+            "network_latency_us": network_latency_us,
+            "nvlink_latency_us": nvlink_latency_us,
+        }
+        rows = [
+            simulated_row(shape, nodes, chunk_tokens=chunk_tokens, credits=credits, **latencies)
+            for pair in pairs
+            for shape in pair
+            for nodes in SIMULATED_NODES
+            if shape.node_limit is None or shape.node_limit < nodes
+        ]
+        sweep = [
+            simulated_row(
+                pairs[0][0], SIMULATED_NODES[0], chunk_tokens=tokens, credits=credits, **latencies
+            )
+            for tokens in CHUNK_SWEEP
+        ]
+        return cls(pairs, rows, sweep, network_latency_us, nvlink_latency_us)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {
+            "network_latency_us": self.network_latency_us,
+            "nvlink_latency_us": self.nvlink_latency_us,
+            "rows": [row.as_dict() for row in self.rows],
+            "chunk_sweep": [row.as_dict() for row in self.chunk_sweep],
+        }
+
+    def show(self) -> None:
+        """Print them."""
+        shape, first = self.pairs[0][0], self.rows[0]
+        print(
+            f"dispatch across nodes, simulated: nodes of {shape.ranks_per_node}, {_shape(shape)},\n"
+            f"network {shape.network_gbs:g} GB/s and {self.network_latency_us:g} us, NVLink "
+            f"{shape.nvlink_gbs:g} GB/s and {self.nvlink_latency_us:g} us (latencies assumed). "
+            "A token on its way holds its\nplace at the rail peer until it is pulled there. "
+            "Overlap: the share of the shorter side's work that\nhides behind the longer side's. "
+            "Credits: chunks under way to a rail peer; needed: the fewest that\nreach 98 % of the "
+            "speed of any number.\n"
+        )
+        print_table(
+            f"chunks of {first.chunk_tokens:,} tokens, {first.credits:,} credits",
+            (
+                *("dtype", "routing", "nodes", "floor", "time", "no overlap", "overlap"),
+                *("network busy", "NVLink busy", "credits needed"),
+            ),
+            [_simulated(row) for row in self.rows],
+        )
+        sweep = self.chunk_sweep[0]
+        print_table(
+            f"size of a chunk: {sweep.dtype}, {sweep.num_nodes} nodes, {sweep.credits:,} credits",
+            ("tokens", "time", "overlap", "credits needed", "their windows, a peer"),
+            [_sweep(row) for row in self.chunk_sweep],
+        )
+        print(
+            "Posting and signalling a chunk cost nothing here, so small chunks look better than "
+            f"they will be.\n{STATUS}\n"
+        )
+
+
+def _print_scaling(table: list[ScalingRow]) -> None:
+    first = table[0]
+    print_table(
+        f"{first.dtype}, {first.row_bytes:,} bytes a row, {_routing(first.node_limit)}",
+        (
+            *("ranks", "experts", "nodes a token", "network MB", "once a rank", "once an expert"),
+            *("NVLink MB", "network us", "once a rank", "NVLink us", "longer", "even at GB/s"),
+        ),
+        [_scaling(row) for row in table],
+    )
+    bound = first_network_bound(table)
+    if bound is None:
+        print(f"NVLink is the longer side on {table[-1].num_ranks:,} ranks.\n")
+    else:
+        print(f"The network is the longer side from {bound.num_ranks:,} ranks on.\n")
+
+
+def _scaling(row: ScalingRow) -> tuple[str, ...]:
+    sizes = (
+        row.network_bytes,
+        row.once_a_rank_bytes,
+        row.once_an_expert_bytes,
+        row.nvlink_bytes,
+    )
+    return (
+        f"{row.num_ranks:,}",
+        f"{row.num_experts:,}",
+        f"{row.nodes_of_token:.2f}",
+        *(f"{size / 1e6:.1f}" for size in sizes),
+        *(f"{us:,.0f}" for us in (row.network_us, row.once_a_rank_us, row.nvlink_us)),
+        row.longer,
+        "-" if row.balance_gbs is None else f"{row.balance_gbs:,.0f}",
+    )
+
+
+def _simulated(row: SimulatedRow) -> tuple[str, ...]:
+    outcome = row.outcome
+    return (
+        row.dtype,
+        _routing(row.node_limit),
+        f"{row.num_nodes:,}",
+        *(f"{us:,.0f} us" for us in (row.floor_us, outcome.total_us, row.serial_us)),
+        *(
+            f"{share:.1%}"
+            for share in (
+                outcome.overlap,
+                outcome.network_utilisation,
+                outcome.nvlink_utilisation,
+            )
+        ),
+        f"{row.credits_needed:,}",
+    )
+
+
+def _sweep(row: SimulatedRow) -> tuple[str, ...]:
+    return (
+        f"{row.chunk_tokens:,}",
+        f"{row.outcome.total_us:,.0f} us",
+        f"{row.outcome.overlap:.1%}",
+        f"{row.credits_needed:,}",
+        in_bytes(row.credits_needed * row.chunk_bytes),
+    )
+
+
+def _routing(node_limit: int | None) -> str:
+    return "uniform" if node_limit is None else f"at most {node_limit} nodes"
+
+
+def _shape(shape: Shape) -> str:
+    return (
+        f"{shape.max_tokens:,} tokens a rank, hidden {shape.hidden:,}, {shape.num_experts:,} "
+        f"experts, top-{shape.topk}"
+    )
