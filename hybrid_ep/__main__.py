@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from hybrid_ep._version import __version__
 
-COMMANDS = ("demo", "check", "bench", "plan", "doctor")
+COMMANDS = ("demo", "check", "bench", "tune", "plan", "doctor")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

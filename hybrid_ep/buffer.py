@@ -49,10 +49,12 @@ class Buffer:
         backend: ``"torch"``, ``"nvlink"``, or ``"auto"``: nvlink where every rank can, else torch.
         ranks_per_node: ranks that reach each other's memory, a divisor of their number; default:
             all of them. Sums are rounded once more per node.
-        config: tuning, equal on all ranks.
+        config: tuning, equal on all ranks: a Config, or the path of a file that holds one, which
+            every rank reads.
 
     Raises:
         ValueError: an argument breaks a rule, or ranks disagree on one (then on all of them).
+        OSError: no rank can read the file of the config.
         RuntimeError: the backend asked for cannot run here; the text says what is missing.
     """
 
@@ -69,7 +71,7 @@ class Buffer:
         device: torch.device | str | None = None,
         backend: str = "auto",
         ranks_per_node: int | None = None,
-        config: Config | None = None,
+        config: Config | str | os.PathLike[str] | None = None,
     ) -> None:
         distributed = dist.is_available() and dist.is_initialized()
         if group is None and distributed:
@@ -97,7 +99,7 @@ class Buffer:
             raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
         if backend not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        config = Config() if config is None else config
+        config, unreadable = _read_config(config)
         device = _default_device() if device is None else torch.device(device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
@@ -119,9 +121,11 @@ class Buffer:
             "device type": device.type,
             "backend": backend,
             "ranks_per_node": self.topology.ranks_per_node,
-            "config": repr(config),
+            "config": repr(config) if unreadable is None else str(unreadable),
         }
         self._agree_on(settings)
+        if unreadable is not None:  # on all ranks alike: one alone would leave its peers waiting
+            raise unreadable
         self._state = _LIVE
         self._backend, self.backend_reason = self._make_backend(backend)
         self.id = next(_next_id)
@@ -336,6 +340,20 @@ def find_buffer(buffer_id: int) -> Buffer:
     if buffer is None:
         raise RuntimeError(f"hybrid_ep.Buffer {buffer_id} no longer exists")
     return buffer
+
+
+def _read_config(
+    config: Config | str | os.PathLike[str] | None,
+) -> tuple[Config, Exception | None]:
+    """The Config meant, and why its file cannot be read, where it cannot."""
+    if config is None or isinstance(config, Config):
+        return config or Config(), None
+    if not isinstance(config, (str, os.PathLike)):
+        raise ValueError(f"config must be a Config or the path of its file, got {config!r}")
+    try:
+        return Config.load(config), None
+    except (OSError, ValueError) as error:
+        return Config(), error
 
 
 def _default_device() -> torch.device:

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import numbers
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+MAX_SLICE_BYTES = 16384
+TUNED_FOR = "tuned_for"  # the one key of a file that is no setting
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,25 +33,94 @@ class Config:
             of GPU memory and about a microsecond a kernel.
 
     Raises:
-        ValueError: a number of SMs, a slice or a timeout that is out of range.
+        ValueError: a setting of another type, or out of range.
     """
 
     num_sms_publish: int = 32
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
-    slice_bytes: int = 16384
+    slice_bytes: int = MAX_SLICE_BYTES
     timeout_s: float = 60.0
     trace: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_sms_publish", "num_sms_dispatch", "num_sms_combine"):
             value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
+            if not _is_int(value) or value < 1:
                 raise ValueError(f"Config.{name} must be an integer of at least 1, got {value!r}")
-        if not 16 <= self.slice_bytes <= 16384 or self.slice_bytes % 16:
+        size = self.slice_bytes
+        if not _is_int(size) or not 16 <= size <= MAX_SLICE_BYTES or size % 16:
             raise ValueError(
-                "Config.slice_bytes must be a multiple of 16 from 16 to 16384, got "
-                f"{self.slice_bytes!r}"
+                f"Config.slice_bytes must be a multiple of 16 from 16 to {MAX_SLICE_BYTES}, got "
+                f"{size!r}"
             )
-        if not self.timeout_s > 0:
-            raise ValueError(f"Config.timeout_s must be positive, got {self.timeout_s!r}")
+        patience = self.timeout_s
+        is_number = isinstance(patience, numbers.Real) and not isinstance(patience, bool)
+        if not is_number or not 0 < patience <= sys.float_info.max:
+            raise ValueError(f"Config.timeout_s must be positive and finite, got {patience!r}")
+        if not isinstance(self.trace, bool):
+            raise ValueError(f"Config.trace must be True or False, got {self.trace!r}")
+
+    def save(
+        self, path: str | os.PathLike[str], *, tuned_for: Mapping[str, Any] | None = None
+    ) -> None:
+        """Write the settings to a file that ``load`` and ``Buffer(config=path)`` read.
+
+        Args:
+            path: the file, JSON, a key for each setting; it is overwritten.
+            tuned_for: what the settings were found for, to be kept beside them; JSON's types.
+        """
+        kept: dict[str, Any] = asdict(self)
+        if tuned_for is not None:
+            kept[TUNED_FOR] = dict(tuned_for)
+        Path(path).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Config:
+        """Read what ``save`` wrote, or a user; a setting that the file leaves out is the default.
+
+        Args:
+            path: the file. Its ``tuned_for`` must be an object and is not looked into.
+
+        Raises:
+            ValueError: no JSON object, an unknown key or one that stands there twice, a value of
+                another type or out of range; the text names file, key and value.
+            OSError: the file cannot be read.
+        """
+        where = os.fspath(path)
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+            kept = json.loads(text, object_pairs_hook=_without_repeats)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} must hold JSON: {error}") from None
+        if not isinstance(kept, dict):
+            raise ValueError(f"{where} must hold a JSON object, got {kept!r:.80}")
+        tuned_for = kept.pop(TUNED_FOR, {})
+        if not isinstance(tuned_for, dict):
+            raise ValueError(f"{where}: {TUNED_FOR} must be an object, got {tuned_for!r:.80}")
+        known = [field.name for field in fields(cls)]
+        for key, value in kept.items():
+            if key not in known:
+                raise ValueError(
+                    f"{where}: keys must be of {', '.join(known)} and {TUNED_FOR}, got {key!r} "
+                    f"with {value!r:.80}"
+                )
+        try:
+            config = cls(**kept)
+            # ranks compare what they print, and 60 is 60.0
+            return replace(config, timeout_s=float(config.timeout_s))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    kept: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in kept:
+            raise ValueError(f"{key!r} stands there twice, with {kept[key]!r} and {value!r}")
+        kept[key] = value
+    return kept

@@ -20,7 +20,7 @@ from hybrid_ep.ops import combine, dispatch
 BOUND_MULTIPLE = 128  # max_rows is the least multiple of it that drops nothing: the tail costs time
 
 
-def make_buffer(shape: Shape, device: torch.device, backend: str, sms: int) -> Buffer:
+def make_buffer(shape: Shape, device: torch.device, backend: str, config: Config) -> Buffer:
     """A Buffer for calls of the shape; collective."""
     return Buffer(
         hidden=shape.hidden,
@@ -30,7 +30,7 @@ def make_buffer(shape: Shape, device: torch.device, backend: str, sms: int) -> B
         dtype=shape.combine_dtype,
         device=device,
         backend=backend,
-        config=Config(num_sms_publish=sms, num_sms_dispatch=sms, num_sms_combine=sms),
+        config=config,
     )
 
 

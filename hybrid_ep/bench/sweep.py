@@ -15,6 +15,7 @@ from hybrid_ep.bench.clock import Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, Traffic, make_inputs
 from hybrid_ep.bench.options import Options, Shape
 from hybrid_ep.bench.records import make_record
+from hybrid_ep.config import Config
 
 
 def measure(device: torch.device, *sweeps: Options) -> dict[str, Any]:
@@ -52,8 +53,9 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
         plain = list(plain_calls(shape, inputs, traffic, group))
     done = set()
     for backend, sizing, sms in itertools.product(options.backends, options.sizings, options.sms):
+        config = Config(num_sms_publish=sms, num_sms_dispatch=sms, num_sms_combine=sms)
         try:
-            buffer = make_buffer(shape, device, backend, sms)
+            buffer = make_buffer(shape, device, backend, config)
         except RuntimeError as error:  # raised on all ranks: this backend cannot run here
             if str(error) not in report["skipped"]:
                 report["skipped"].append(str(error))

@@ -1,0 +1,187 @@
+"""Find numbers of SMs and a slice for a shape on the GPUs here, and write them as a Config.
+
+Starts its own ranks, or uses torchrun's. Each setting is timed in turns with the default Config, as
+`bench` times the fresh calls of exact size; x default is the median of its time over the default's.
+
+  fastest   the least time within the budget; of equal ones (but for noise) the fewest SMs
+  fewest    the fewest SMs that take at most --within times the least time
+
+    hybrid-ep tune --tokens 4096 --hidden 7168 --experts 256 --topk 8 --out config.json
+
+Then hybrid_ep.Buffer(..., config="config.json"), the same file on every rank.
+
+The JSON of --json: device, num_gpus, commit, command, ranks, the shape, the goal, complete (the
+search came to its end within the time), config, confirmed (dispatch and combine with the choice,
+measured once more) and measured, whose records hold op, num_sms_publish, num_sms_dispatch,
+num_sms_combine, slice_bytes, sms (that the op occupies), us_median, us_min, us_max (of the slowest
+rank in each iteration), default_us_median, ratio_to_default and noise (of the ratio).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hybrid_ep import bench
+from hybrid_ep.bench.records import describe_machine
+from hybrid_ep.cli.plan import print_table
+from hybrid_ep.config import Config
+from hybrid_ep.launch import on_ranks, ranks_here
+from hybrid_ep.tune import AIMS, Goal, Measurement, Tuned, tune
+
+HELP = "find SM counts and slices for a shape on these GPUs, as a file that Buffer loads"
+
+SETTINGS = ("num_sms_publish", "num_sms_dispatch", "num_sms_combine", "slice_bytes")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
+    parser.add_argument("--tokens", type=int, required=True, help="tokens of a rank in one call")
+    parser.add_argument("--hidden", type=int, required=True, help="elements of a token")
+    parser.add_argument("--experts", type=int, required=True, help="experts over all ranks")
+    parser.add_argument("--topk", type=int, required=True, help="distinct experts of a token")
+    parser.add_argument("--dtype", choices=tuple(bench.DTYPES), default="bf16", help="of dispatch")
+    parser.add_argument(
+        "--max-sms", type=int, default=Goal.max_sms, metavar="N", help="of a phase; default 48"
+    )
+    parser.add_argument("--aim", choices=AIMS, default=Goal.aim, help="default fastest")
+    parser.add_argument(
+        "--within", type=float, default=Goal.within, metavar="X", help="default 1.05"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=Goal.seconds, metavar="S", help="of search; default 60"
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the Config")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument("--commit", help="of the code, for the files; default: what git says")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, print, write the Config."""
+    if not torch.cuda.is_available():
+        raise ValueError(
+            "there is no GPU here that torch can use. The SMs and slices of a Config are those of "
+            "the nvlink backend's kernels; the torch backend, which runs here, has nothing to tune"
+        )
+    goal = Goal(max_sms=args.max_sms, aim=args.aim, within=args.within, seconds=args.seconds)
+    goal.check()
+    options = bench.Options(
+        backends=("nvlink",),
+        tokens=(args.tokens,),
+        hidden=(args.hidden,),
+        experts=(args.experts,),
+        topk=(args.topk,),
+        dtypes=(args.dtype,),
+    )
+    options.check(ranks_here(args.ranks))
+    (shape,) = options.shapes()
+    for option, path in (("--out", args.out), ("--json", args.json)):
+        if path is not None:
+            _make_room(option, path)  # a minute later would be late
+    try:
+        ran = on_ranks(tune, args.ranks, shape, goal)
+    except RuntimeError as error:
+        print(f"hybrid-ep tune: {error}", file=sys.stderr)
+        return 1
+    if not ran.speaks:
+        return 0
+    machine = describe_machine("auto", len(ran.values), args.commit)
+    report = make_report(ran.values[0], shape, len(ran.values), machine)
+    tell(report)
+    tuned_for = {key: report[key] for key in report if key not in ("config", "measured")}
+    ran.values[0].config.save(args.out, tuned_for=tuned_for)
+    print(f"wrote {args.out}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {args.json}")
+    return 0
+
+
+def make_report(
+    tuned: Tuned, shape: bench.Shape, num_ranks: int, machine: dict[str, Any]
+) -> dict[str, Any]:
+    """What ``--json`` writes."""
+    return {
+        **machine,
+        "ranks": num_ranks,
+        **asdict(shape),
+        **asdict(tuned.goal),
+        "complete": tuned.complete,
+        "config": asdict(tuned.config),
+        "confirmed": [_record(each) for each in tuned.confirmed],
+        "measured": [_record(each) for each in tuned.measured],
+    }
+
+
+def tell(report: dict[str, Any]) -> None:
+    """Print a report: what was measured, the choice, the choice beside the default."""
+    shape = ", ".join(f"{key} {report[key]}" for key in ("tokens", "hidden", "experts", "topk"))
+    title = f"{report['ranks']} ranks on {report['num_gpus']} GPU(s), {report['device']}; {shape}"
+    print_table(f"measured: {title}, {report['dtype']}", _HEADER, _rows(report["measured"]))
+    if not report["complete"]:
+        print(f"the search did not end within {report['seconds']:g} s: more --seconds may help\n")
+    if report["ranks"] > report["num_gpus"]:
+        print("ranks share GPUs: these times are not those of a GPU for each rank\n")
+    aim = report["aim"] if report["aim"] == "fastest" else f"fewest within {report['within']:g}"
+    chosen = Config(**report["config"])
+    print_table(f"chosen, measured again: {aim}", _HEADER, _rows(report["confirmed"]))
+    print(chosen)
+    for record in report["confirmed"]:
+        default = default_sms(record["op"])
+        print(
+            f"{record['op']}: {record['us_median']:.0f} us on {record['sms']} SMs, the default "
+            f"{record['default_us_median']:.0f} us on {default}: {record['ratio_to_default']:.3f} "
+            f"of its time (+- {record['noise']:.3f})"
+        )
+
+
+def default_sms(op: str) -> int:
+    """SMs that an op occupies by default."""
+    return Measurement(op, Config(), (), ()).sms
+
+
+_HEADER = ("op", "publish", "pull", "combine", "slice", "us [min..max]", "x default", "+-")
+
+
+def _rows(records: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    rows = []
+    for record in records:
+        of_op = SETTINGS[2:3] if record["op"] == "combine" else (*SETTINGS[:2], SETTINGS[3])
+        settings = (str(record[name]) if name in of_op else "-" for name in SETTINGS)
+        times = f"{record['us_median']:.0f} [{record['us_min']:.0f}..{record['us_max']:.0f}]"
+        ratio, noise = f"{record['ratio_to_default']:.3f}", f"{record['noise']:.3f}"
+        rows.append((record["op"], *settings, times, ratio, noise))
+    return rows
+
+
+def _record(each: Measurement) -> dict[str, Any]:
+    return {
+        "op": each.op,
+        **{name: getattr(each.config, name) for name in SETTINGS},
+        "sms": each.sms,
+        "us_median": statistics.median(each.us),
+        "us_min": min(each.us),
+        "us_max": max(each.us),
+        "default_us_median": statistics.median(each.default_us),
+        "ratio_to_default": each.ratio,
+        "noise": each.noise,
+    }
+
+
+def _make_room(option: str, path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"{option} must name a file that can be written: {error}") from error
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"{option} must name a file that can be written, got {path}")
