@@ -8,8 +8,8 @@ values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
   hybrid-ep plan --simulate    its chunks across 2, 4 and 8 nodes: time, overlap, credits needed
 
 These two take the sizes given and DeepSeek-V3's for the others, in bf16 and in fp8 (with a scale of
-4 bytes for 128 values), with uniform routing and with a node limit (4). There is no nvshmem backend yet: what they say of the network is a
-model that awaits comparison with a measurement.
+4 bytes for 128 values), with uniform routing and with a node limit (4). There is no nvshmem backend
+yet: what they say of the network is a model that awaits comparison with a measurement.
 """
 
 from __future__ import annotations
