@@ -8,7 +8,7 @@ namespace hybrid_ep::kernels {
 template <typename Params>
 void launch(void (*kernel)(Params), const Params& p, int blocks, int threads, int smem_bytes,
             cudaStream_t stream) {
-    if (smem_bytes > 32 * 1024) {  // beyond 48 KB, static shared memory included, it is to be asked
+    if (smem_bytes > 48 * 1024) {
         check_cuda(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                                         cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes),
                    "shared memory of a kernel");
