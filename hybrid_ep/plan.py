@@ -4,19 +4,10 @@ Pure arithmetic, so it answers for 1,024 ranks on a laptop. "Expected" is the me
 that draw each token's distinct experts uniformly at random, exactly (hypergeometric, no sampling);
 "worst" is the most that any routing can cause. The bounds are floors set by bytes and by measured
 rates (two H200 joined by NVLink): a phase cannot be faster, and may well be slower.
-
-With ``node_limit`` L, a token first draws L of the N nodes, then its K experts among the L * E/N
-there, uniformly each time. It reaches a given rank (or node) of m experts if the node is drawn and
-any of the m is:
-
-    L/N * (1 - C(L * E/N - m, K) / C(L * E/N, K))
-
-and all expected traffic is tokens times the ranks (or nodes) concerned times that.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,6 +22,7 @@ from hybrid_ep.network_window import (
     network_window,
 )
 from hybrid_ep.nvlink_sizes import handle_bytes, record_bytes, symmetric_regions
+from hybrid_ep.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
@@ -39,33 +31,6 @@ NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
 SM_GBS = 60.0  # TMA stores to local memory by one SM; the reducer's loads come to the same
 HBM_GBS = 3350.0  # a device copy, read and write counted: 4096 x 7168 bf16 in 35 us
-
-
-@dataclass(frozen=True)
-class Spread:
-    """A quantity that depends on the routing."""
-
-    expected: float
-    worst: int
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of one rank through one kind of link; ``expected`` holds for each direction."""
-
-    expected: float
-    worst_sent: int
-    worst_received: int
-
-    def scaled(self, row_bytes: int) -> Traffic:
-        """Traffic counted in rows -> in bytes."""
-        return Traffic(
-            self.expected * row_bytes, self.worst_sent * row_bytes, self.worst_received * row_bytes
-        )
-
-    def reversed(self) -> Traffic:
-        """The same rows on their way home."""
-        return Traffic(self.expected, self.worst_received, self.worst_sent)
 
 
 @dataclass(frozen=True)
@@ -251,41 +216,16 @@ def make_plan(
     sum_bytes = hidden * max(2, itemsize)
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
 
-    # a token reaches a given rank (node) if its node is among the allowed and an expert is drawn
-    node_share = nodes_allowed / num_nodes
-    on_rank = node_share * _hit_probability(reachable, num_local_experts, topk)
-    on_node = node_share * _hit_probability(reachable, num_experts // num_nodes, topk)
-    copies = Spread(num_ranks * on_rank, min(topk, nodes_allowed * ranks_per_node))
-    nodes = Spread(num_nodes * on_node, min(topk, nodes_allowed))
-    rows = Spread(
-        num_local_experts * _expected_group(num_ranks * tokens, topk / num_experts, align),
-        worst_rows(num_ranks, num_local_experts, tokens, topk, align),
+    load = random_load(
+        num_nodes=num_nodes,
+        nodes_allowed=nodes_allowed,
+        ranks_per_node=ranks_per_node,
+        num_experts=num_experts,
+        topk=topk,
+        max_tokens=tokens,
+        align=align,
     )
-
-    # rows that cross links: within a node a rank pulls what its local peers and their rails have
-    peers, remote_nodes = ranks_per_node - 1, num_nodes - 1
-    remote_ranks = num_ranks - ranks_per_node
-    nvlink = Traffic(
-        tokens * num_nodes * peers * on_rank,
-        tokens * num_nodes * min(topk, peers),
-        tokens * num_nodes * peers,
-    )
-    network = Traffic(
-        tokens * remote_nodes * on_node,
-        tokens * min(nodes.worst, remote_nodes),
-        tokens * remote_nodes,
-    )
-    network_without_dedup = Traffic(
-        tokens * remote_ranks * on_rank,
-        tokens * min(copies.worst, remote_ranks),
-        tokens * remote_ranks,
-    )
-    network_once_an_expert = Traffic(
-        tokens * topk * remote_nodes / num_nodes,  # of nodes alike, by either routing
-        tokens * min(topk, min(nodes_allowed, remote_nodes) * num_experts // num_nodes),
-        tokens * remote_ranks * min(topk, num_local_experts),
-    )
-    links = (nvlink, network, network_without_dedup, network_once_an_expert)
+    rows = load.rows
 
     def phase(links: tuple[Traffic, ...], wire_bytes: int, bounds: list[Bound]) -> Phase:
         nvlink, network, once_a_rank, once_an_expert = (link.scaled(wire_bytes) for link in links)
@@ -300,7 +240,7 @@ def make_plan(
         _bound("publish copy", 2 * tokens * row_bytes, HBM_GBS),
     ]
     # experts' rows are read where they are, their sums once more at home
-    loads = (rows.expected + tokens * copies.expected) * sum_bytes
+    loads = (rows.expected + tokens * load.copies.expected) * sum_bytes
     return Plan(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
@@ -330,13 +270,13 @@ def make_plan(
         ),
         torch_layout_bytes=4 * TorchLayout.size(num_ranks, tokens, topk),
         push_bytes=tokens * num_ranks * row_bytes,
-        copies=copies,
-        nodes=nodes,
+        copies=load.copies,
+        nodes=load.nodes,
         rows=rows,
         row_bytes=row_bytes,
-        dispatch=phase(links, record, dispatch_bounds),
+        dispatch=phase(load.links, record, dispatch_bounds),
         combine=phase(
-            tuple(link.reversed() for link in links),
+            tuple(link.reversed() for link in load.links),
             round_up(sum_bytes, 16),
             [_bound("SM loads", loads, sm_gbs)],
         ),
@@ -360,55 +300,6 @@ def make_plan(
             window_chunks=window_chunks,
         ),
     )
-
-
-def worst_rows(
-    num_ranks: int, num_local_experts: int, max_tokens: int, topk: int, align: int
-) -> int:
-    """Most rows that dispatch can return on one rank; reached when all tokens choose its experts.
-
-    Args:
-        num_ranks: ranks that send.
-        num_local_experts: experts of the rank.
-        max_tokens: tokens of each of the ranks.
-        topk: experts of a token.
-        align: padding of each expert's group.
-
-    Returns:
-        int: rows, padding included.
-    """
-    copies = num_ranks * max_tokens
-    unpadded = copies * min(topk, num_local_experts)
-    groups = min(
-        # all groups one row above a multiple of align; then full groups; then one row a group
-        (unpadded + num_local_experts * (align - 1)) // align,
-        num_local_experts * -(-copies // align),
-        unpadded,
-    )
-    return groups * align
-
-
-def _hit_probability(num_experts: int, num_owned: int, topk: int) -> float:
-    """Chance that at least one of ``topk`` distinct experts is among the ``num_owned``."""
-    return 1 - math.comb(num_experts - num_owned, topk) / math.comb(num_experts, topk)
-
-
-def _expected_group(num_tokens: int, chance: float, align: int) -> float:
-    """Mean rows of an expert, padded to ``align``, that each token chooses with this chance."""
-    mean = num_tokens * chance
-    if align == 1:
-        return mean
-    if chance == 1:
-        return float(round_up(num_tokens, align))
-    reach = 12 * (math.sqrt(mean) + 1)  # what lies further out has no weight in a float
-    sizes = range(max(0, int(mean - reach)), min(num_tokens, int(mean + reach)) + 1)
-    return sum(round_up(n, align) * _binomial(num_tokens, chance, n) for n in sizes)
-
-
-def _binomial(trials: int, chance: float, hits: int) -> float:
-    misses = trials - hits
-    log_ways = math.lgamma(trials + 1) - math.lgamma(hits + 1) - math.lgamma(misses + 1)
-    return math.exp(log_ways + hits * math.log(chance) + misses * math.log1p(-chance))
 
 
 def _bound(limit: str, num_bytes: float, gbs: float) -> Bound:

@@ -1,10 +1,11 @@
-"""The records as a table; rich draws it where it is installed."""
+"""The records as a table."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
+
+from hybrid_ep import tables
 
 TEXTS = ("op", "backend", "mode", "sizing")
 NUMBERS = (
@@ -17,19 +18,7 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     """Print the records, the ceilings and what was skipped."""
     title = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
     rows = [_row(record) for record in report["records"]]
-    names = (*TEXTS, *NUMBERS)
-    try:
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError:
-        _print_plain(title, names, rows)
-    else:
-        table = Table(title=title, title_justify="left")
-        for name in names:
-            table.add_column(name, justify="left" if name in TEXTS else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(*row)
-        Console(width=None if sys.stdout.isatty() else 180).print(table)
+    tables.print_table(title, (*TEXTS, *NUMBERS), rows, texts=len(TEXTS))
     print("GB/s: what the busiest rank sends or receives, own tokens not counted.")
     print("host us: how long the call held the host; - where the host waits for the GPU in it.")
     print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
@@ -67,14 +56,3 @@ def _row(record: dict[str, Any]) -> list[str]:
         number("ceiling_fraction", 2),
         number("ratio_to_all_to_all", 2),
     ]
-
-
-def _print_plain(title: str, names: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
-    print(title)
-    for row in (names, *rows):
-        cells = (
-            text.ljust(width) if name in TEXTS else text.rjust(width)
-            for name, text, width in zip(names, row, widths, strict=True)
-        )
-        print("  ".join(cells).rstrip())

@@ -26,7 +26,8 @@ from hybrid_ep import network_window, pipeline_model, scaling_tables
 from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
 from hybrid_ep.network_window import Window
-from hybrid_ep.plan import Phase, Plan, Traffic, make_plan
+from hybrid_ep.plan import Phase, Plan, make_plan
+from hybrid_ep.random_load import Traffic
 from hybrid_ep.scaling import Shape
 from hybrid_ep.scaling_tables import Pair
 from hybrid_ep.tables import Rows, in_bytes, print_table

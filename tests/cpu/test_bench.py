@@ -133,7 +133,7 @@ def test_one_rank(world: Callable[[int], Pool]) -> None:
 
 
 def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
     path, chart = tmp_path / "bench.json", tmp_path / "charts" / "bench.png"
     sizes = "--tokens 8 16 --hidden 32 --experts 4 --topk 2 --iters 1 --warmup 0 --sizing exact"
     asked = ["bench", "--ranks", "2", "--backend", "torch", "--device", "cpu", *sizes.split()]
@@ -183,7 +183,7 @@ def test_plain_table_says_the_same(
 
 
 def test_charts_against_sms(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
+    pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
     shape = bench.Shape(16, 64, 8, 2, "bf16")
     common = {
         **asdict(shape),

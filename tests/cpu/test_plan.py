@@ -14,7 +14,8 @@ from hybrid_ep import limits
 from hybrid_ep.cli import plan as command
 from hybrid_ep.network_window import Window
 from hybrid_ep.nvlink_sizes import handle_bytes, symmetric_regions
-from hybrid_ep.plan import Plan, make_plan, worst_rows
+from hybrid_ep.plan import Plan, make_plan
+from hybrid_ep.random_load import worst_rows
 
 EP64 = {
     "num_ranks": 64,
