@@ -1,11 +1,12 @@
-"""Builds hybrid_ep._nvlink with nvcc and pybind11 alone.
+"""Builds hybrid_ep._nvlink with nvcc and pybind11 alone, and hybrid_ep._nvshmem with NVSHMEM.
 
 No torch header takes part and torch's build helper neither: so this builds in seconds, and one
 binary serves every torch version. nvcc drives every step, the host files and the link included,
 because it knows where its toolkit keeps the headers and the static CUDA runtime. Without nvcc the
-package is pure Python (its torch backend).
+package is pure Python (its torch backend), without NVSHMEM it serves one node.
 """
 
+import importlib.util
 import os
 import shlex
 import shutil
@@ -52,13 +53,24 @@ def host_compiler() -> list[str]:
     return [f"-ccbin={words[-1]}"] if words else []  # the last word: CXX may be "ccache g++-13"
 
 
-def nvlink_sources() -> list[str]:
-    """Every source under csrc but the network's, which are the second module's."""
+def sources_of(module: str) -> list[str]:
+    """The sources under csrc of an extension module, told by their names."""
     files = [path for suffix in ("*.cpp", "*.cu") for path in CSRC.rglob(suffix)]
-    network = ("nvshmem", "internode")
-    return sorted(
-        str(path.relative_to(ROOT)) for path in files if not any(n in path.name for n in network)
-    )
+    of_several_nodes = {path for path in files if any(word in path.name for word in NETWORK_WORDS)}
+    chosen = set(files) - of_several_nodes
+    if module == NVSHMEM_MODULE:
+        chosen = of_several_nodes | {path for path in files if path.name in SHARED}
+    return sorted(str(path.relative_to(ROOT)) for path in chosen)
+
+
+def find_nvshmem() -> Path | None:
+    """Where NVSHMEM is, by the package's own search, which needs no torch."""
+    path = ROOT / "hybrid_ep" / "nvshmem_library.py"
+    spec = importlib.util.spec_from_file_location("nvshmem_library", path)
+    library = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(library)
+    home = library.find_home(os.environ)
+    return home if home and (home / "include" / "nvshmem.h").exists() else None
 
 
 class NvccBuildExt(build_ext):
@@ -83,11 +95,13 @@ class NvccBuildExt(build_ext):
                 if output:
                     print(output, file=sys.stderr)
 
-        PTXAS_LOG.write_text("".join(report_of(obj).read_text() for obj in objects))
+        reports = sorted(OBJECTS.rglob("*.ptxas")) if ext.name == EXTENSIONS[-1].name else []
+        PTXAS_LOG.write_text("".join(path.read_text() for path in reports))
 
         if stale or mtime(target) < max(map(mtime, objects)):
             target.parent.mkdir(parents=True, exist_ok=True)
-            run([NVCC, *host_compiler(), *LINK_FLAGS, "-o", target, *objects])
+            libraries = NVSHMEM_LINK_FLAGS if ext.name == NVSHMEM_MODULE else []
+            run([NVCC, *host_compiler(), *LINK_FLAGS, "-o", target, *objects, *libraries])
             print(f"built {target.name}")
 
     def compile(self, source: Path, obj: Path) -> str:
@@ -100,6 +114,8 @@ class NvccBuildExt(build_ext):
         headers = [sysconfig.get_paths()["include"], pybind11.get_include()]
         includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in headers)]
         flags = [*host_compiler(), *COMPILE_FLAGS, *includes]
+        if "nvshmem" in source.name:
+            flags += NVSHMEM_COMPILE_FLAGS
         lines = run([NVCC, *flags, "-c", source, "-o", obj]).splitlines()
         report = [line for line in lines if is_ptxas_report(line)]
         report_of(obj).write_text("".join(f"{line}\n" for line in report))
@@ -129,15 +145,35 @@ def run(command: list) -> str:
     return done.stdout
 
 
-NVCC = find_nvcc()
-SOURCES = nvlink_sources()
+NVLINK, NVSHMEM_MODULE = "hybrid_ep._nvlink", "hybrid_ep._nvshmem"
+NETWORK_WORDS = ("nvshmem", "internode", "network", "call_state")
+SHARED = ("assign_rows.cu",)  # what both modules launch
+NVCC, NVSHMEM = find_nvcc(), find_nvshmem()
+NVSHMEM_COMPILE_FLAGS = [
+    "-rdc=true",  # its device code is linked with NVSHMEM's
+    f"-isystem={NVSHMEM}/include",
+    *([f"-isystem={Path(NVCC).resolve().parent.parent}/include/cccl"] if NVCC else []),
+]
+NVSHMEM_LINK_FLAGS = [
+    *(flag for flag in COMPILE_FLAGS if flag.startswith("-gencode")),
+    f"-L{NVSHMEM}/lib",
+    "-lnvshmem_device",
+    "-Xlinker=-l:libnvshmem_host.so.3",
+]
+EXTENSIONS = []
 if not NVCC:
     print(
         "hybrid_ep: no nvcc (CUDA_HOME or PATH), so this is the pure Python package without GPU "
         "kernels."
     )
+else:
+    EXTENSIONS.append(Extension(NVLINK, sources_of(NVLINK)))
+if NVCC and NVSHMEM:
+    EXTENSIONS.append(Extension(NVSHMEM_MODULE, sources_of(NVSHMEM_MODULE)))
+elif NVCC:
+    print(
+        "hybrid_ep: no NVSHMEM (NVSHMEM_HOME, or the wheel nvidia-nvshmem-cu12 or -cu13 of nvcc's "
+        "CUDA), so this is built for one node."
+    )
 
-setup(
-    ext_modules=[Extension("hybrid_ep._nvlink", SOURCES)] if NVCC and SOURCES else [],
-    cmdclass={"build_ext": NvccBuildExt},
-)
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": NvccBuildExt})

@@ -46,6 +46,9 @@ enum class Span : uint16_t {
     kPushSums = 8,
     kAwaitSums = 9,
     kSumAtHome = 10,
+    kRelayRouting = 11,
+    kSendRows = 12,
+    kForwardSums = 13,
 };
 
 struct TraceEvent {

@@ -17,14 +17,18 @@ from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
 from hybrid_ep.limits import round_up
-from hybrid_ep.topology import Topology
+from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
 from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
 _next_id = itertools.count()
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
-BACKENDS = ("auto", "torch", "nvlink")
+BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
+REASONS = {
+    "nvlink": "all ranks reach each other's memory on one host",
+    "nvshmem": "ranks of several nodes reach each other through NVSHMEM",
+}
 _LIVE, _RELEASED, _DESTROYED = "live", "released", "destroyed"
 
 
@@ -46,9 +50,11 @@ class Buffer:
             suffices where a narrower payload leaves the room (fp8 rows in a bf16 buffer).
         device: where the tensors live; default: the current CUDA device where there is one, else
             the CPU.
-        backend: ``"torch"``, ``"nvlink"``, or ``"auto"``: nvlink where every rank can, else torch.
+        backend: ``"torch"``, ``"nvlink"`` (one host), ``"nvshmem"`` (several nodes), or ``"auto"``:
+            nvlink on one host, nvshmem on several, where every rank can, else torch.
         ranks_per_node: ranks that reach each other's memory, a divisor of their number; default:
-            all of them. Sums are rounded once more per node.
+            those of a host where all have as many and they follow each other, else all. Sums are
+            rounded once more per node.
         config: tuning, equal on all ranks: a Config, or the path of a file that holds one, which
             every rank reads.
 
@@ -109,7 +115,10 @@ class Buffer:
         self.max_tokens, self.topk = max_tokens, topk
         self.dtype, self.scale_bytes = dtype, scale_bytes
         self.device, self.config = device, config
-        ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
+        self.topology = Topology(rank, num_ranks, num_ranks)  # for gather(), until it is known
+        self._hosts = self.gather(host_name())
+        if ranks_per_node is None:
+            ranks_per_node = ranks_of_a_host(self._hosts)
         self.topology = Topology(rank, num_ranks, ranks_per_node)
         self.num_local_experts = num_experts // num_ranks
         self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
@@ -188,9 +197,9 @@ class Buffer:
         """
         if not self.config.trace:
             raise RuntimeError("a trace needs a Buffer with Config(trace=True)")
-        if self.backend != "nvlink":
+        if self.backend == "torch":
             raise RuntimeError(
-                f"the {self.backend} backend has no kernels to trace, only nvlink has"
+                "the torch backend has no kernels to trace, only nvlink and nvshmem have"
             )
         events = self.gather(self.verbs.take_trace())
         if self.topology.rank == 0:
@@ -283,36 +292,47 @@ class Buffer:
     def _make_backend(self, backend: str) -> tuple[Backend, str]:
         if backend == "torch":
             return self._torch_backend(), "backend='torch' was asked for"
-        from hybrid_ep.backends import nvlink
-
-        reasons = self.gather(nvlink.unavailable_reason(self))
-        hosts = self.gather(nvlink.host_name())
-        why_not = None
-        for rank, (reason, host) in enumerate(zip(reasons, hosts, strict=True)):
-            if reason is None and host != hosts[0]:
-                reason = "it is on another host than rank 0"
-            if reason is not None:
-                why_not = f"the nvlink backend cannot run: rank {rank}: {reason}"
-                break
+        if backend == "auto":
+            backend = "nvlink" if len(set(self._hosts)) == 1 else "nvshmem"
+            may_fall_back = True
+        else:
+            may_fall_back = False
+        why_not = self._why_not(backend)
         if why_not is None:
             try:
-                made = nvlink.NvlinkBackend(self)
-                return made, "all ranks reach each other's memory on one host"
+                return self._gpu_backend(backend), REASONS[backend]
             except RuntimeError as error:  # on all ranks, with the same text
-                why_not = f"the nvlink backend cannot run: {error}"
-        if backend == "nvlink":
+                why_not = str(error)
+        why_not = f"the {backend} backend cannot run: {why_not}"
+        if not may_fall_back:
             raise RuntimeError(why_not)
         if self.topology.rank == 0 and self.device.type == "cuda":
             _log.warning("using the torch backend, which is slow: %s", why_not)
         return self._torch_backend(), why_not
 
+    def _why_not(self, backend: str) -> str | None:
+        """The first rank that cannot run the backend and why, on all ranks alike."""
+        from hybrid_ep.backends import nvlink, nvshmem
+
+        module = nvlink if backend == "nvlink" else nvshmem
+        reasons = self.gather(module.unavailable_reason(self))
+        for rank, (reason, host) in enumerate(zip(reasons, self._hosts, strict=True)):
+            if reason is None and backend == "nvlink" and host != self._hosts[0]:
+                reason = "it is on another host than rank 0"
+            if reason is not None:
+                return f"rank {rank}: {reason}"
+        return None
+
+    def _gpu_backend(self, backend: str) -> Backend:
+        from hybrid_ep.backends import nvlink, nvshmem
+
+        return nvlink.NvlinkBackend(self) if backend == "nvlink" else nvshmem.NvshmemBackend(self)
+
     def _remake_backend(self) -> Backend:
         """The backend that was picked, once more."""
         if self.backend == "torch":
             return self._torch_backend()
-        from hybrid_ep.backends import nvlink
-
-        return nvlink.NvlinkBackend(self)
+        return self._gpu_backend(self.backend)
 
     def _torch_backend(self) -> TorchBackend:
         return TorchBackend(

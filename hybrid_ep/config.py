@@ -11,8 +11,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.limits import MAX_CHUNK_TOKENS
+
 MAX_SLICE_BYTES = 16384
 TUNED_FOR = "tuned_for"  # the one key of a file that is no setting
+_COUNTS = (
+    "num_sms_publish",
+    "num_sms_dispatch",
+    "num_sms_combine",
+    "network_channels",
+    "network_chunk_tokens",
+    "network_window_chunks",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +37,11 @@ class Config:
         num_sms_publish: SMs that copy a rank's tokens into its outbox.
         num_sms_dispatch: SMs that pull tokens from the peers' outboxes into expert rows.
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
+        network_channels: SMs that send to the other nodes, of those of dispatch; each has a queue
+            pair to every rail peer.
+        network_chunk_tokens: tokens that go over the network with one signal and one credit, at
+            most 32.
+        network_window_chunks: chunks of a channel that may be under way to a rail peer.
         slice_bytes: largest piece of a row that a warp moves at once; a multiple of 16.
         timeout_s: seconds that a rank waits for a peer before it raises ``PeerError``.
         trace: the kernels note what each block did when, for ``Buffer.write_trace()``; costs 3 MB
@@ -39,15 +54,23 @@ class Config:
     num_sms_publish: int = 32
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
+    network_channels: int = 8
+    network_chunk_tokens: int = MAX_CHUNK_TOKENS
+    network_window_chunks: int = 2
     slice_bytes: int = MAX_SLICE_BYTES
     timeout_s: float = 60.0
     trace: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("num_sms_publish", "num_sms_dispatch", "num_sms_combine"):
+        for name in _COUNTS:
             value = getattr(self, name)
             if not _is_int(value) or value < 1:
                 raise ValueError(f"Config.{name} must be an integer of at least 1, got {value!r}")
+        if self.network_chunk_tokens > MAX_CHUNK_TOKENS:
+            raise ValueError(
+                f"Config.network_chunk_tokens must be at most {MAX_CHUNK_TOKENS}, got "
+                f"{self.network_chunk_tokens!r}"
+            )
         size = self.slice_bytes
         if not _is_int(size) or not 16 <= size <= MAX_SLICE_BYTES or size % 16:
             raise ValueError(

@@ -110,6 +110,42 @@ def choose_fabric(environment: Mapping[str, str], ports: Sequence[Port]) -> Fabr
     return Fabric(tuple(settings), tuple(unheard))
 
 
+def network_environment(
+    environment: Mapping[str, str],
+    *,
+    channels: int,
+    queue_depth: int,
+    heap_bytes: int,
+    ports: Sequence[Port],
+) -> dict[str, str]:
+    """The variables that NVSHMEM starts with, but those that the user has set.
+
+    Args:
+        environment: variables, those of ``nccl_files`` included.
+        channels: blocks that send to a rail peer, each on a queue pair of its own.
+        queue_depth: entries that such a queue must hold.
+        heap_bytes: of the symmetric heap, where it cannot grow.
+        ports: of this machine, as ``read_ports`` finds them.
+
+    Raises:
+        ValueError: as ``choose_fabric``.
+    """
+    wanted = {
+        "NVSHMEM_DISABLE_NVLS": "1",  # multicast is not used, and is not there in every container
+        **choose_fabric(environment, ports).environment(),
+    }
+    if environment.get("NVSHMEM_DISABLE_CUDA_VMM") == "1":
+        wanted["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes)
+    if any(port.active for port in ports):
+        wanted |= {
+            "NVSHMEM_IB_ENABLE_IBGDA": "1",
+            "NVSHMEM_IBGDA_NUM_RC_PER_PE": str(channels),
+            "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
+            "NVSHMEM_QP_DEPTH": str(queue_depth),
+        }
+    return {name: value for name, value in wanted.items() if not environment.get(name)}
+
+
 # ---- values
 
 

@@ -6,6 +6,9 @@ MIN_CAPABILITY = (9, 0)  # Hopper: the kernels use TMA
 ROW_ALIGN = 16  # bytes, of TMA
 MAX_RANKS = 72  # kMaxRanks of csrc/layout/bytes.h: one NVLink domain
 MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per slot
+MAX_NODES = 32  # kMaxNodes of csrc/layout/relay_layout.h: a lane per node
+MAX_NODE_RANKS = 32  # kMaxNodeRanks there, of a node among several: a bit per rank
+MAX_CHUNK_TOKENS = 32  # kMaxChunkTokens there: a lane per token
 MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
 MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
 MAX_SCALE_BYTES = 2**14  # per token: they share a stage with a slice of the row
@@ -74,3 +77,47 @@ def beyond_nvlink(
         if value > limit
     ]
     return beyond
+
+
+def beyond_nvshmem(
+    *,
+    num_nodes: int,
+    ranks_per_node: int,
+    max_tokens: int,
+    topk: int,
+    num_experts: int,
+    row_bytes: int,
+    scale_bytes: int,
+) -> list[str]:
+    """The limits of the nvshmem backend that a shape exceeds, a clause each.
+
+    Args:
+        num_nodes: nodes of the group.
+        ranks_per_node: ranks that reach each other's memory.
+        max_tokens: T.
+        topk: K.
+        num_experts: E, over all ranks.
+        row_bytes: bytes of a row of the widest payload, without scales.
+        scale_bytes: bytes of scales per token.
+
+    Returns:
+        list[str]: rule and value of each; empty where the shape fits.
+    """
+    beyond = [
+        f"{name} must be at most {limit}, got {value}"
+        for name, value, limit in (
+            ("the number of nodes", num_nodes, MAX_NODES),
+            ("ranks_per_node", ranks_per_node, MAX_NODE_RANKS),
+        )
+        if value > limit
+    ]
+    # the rest is one node's, of all ranks
+    return beyond + beyond_nvlink(
+        num_nodes=1,
+        ranks_per_node=num_nodes * ranks_per_node,
+        max_tokens=max_tokens,
+        topk=topk,
+        num_experts=num_experts,
+        row_bytes=row_bytes,
+        scale_bytes=scale_bytes,
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -40,3 +42,24 @@ class Topology:
     def local_rank(self) -> int:
         """The place of this rank within its node."""
         return self.rank % self.ranks_per_node
+
+
+def host_name() -> str:
+    """Names this host: ranks with the same name can map each other's memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return f"{socket.gethostname()} {file.read().strip()}"
+    except OSError:
+        return socket.gethostname()
+
+
+def ranks_of_a_host(hosts: Sequence[str]) -> int:
+    """The ranks of a node, by the hosts of all ranks.
+
+    Hosts are nodes where each has as many ranks as any other and they follow each other, as
+    launchers number them; otherwise there is one node.
+    """
+    ranks = len(hosts) // len(set(hosts))
+    runs = [set(hosts[begin : begin + ranks]) for begin in range(0, len(hosts), ranks)]
+    follow = all(len(run) == 1 for run in runs) and len(runs) == len(set(hosts))
+    return ranks if follow else len(hosts)

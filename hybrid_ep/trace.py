@@ -23,6 +23,9 @@ SPANS = (
     ("combine", "push sums"),
     ("combine", "wait for the peers' sums"),
     ("combine", "sum at home"),
+    ("route", "relay routing"),
+    ("dispatch", "send rows"),
+    ("combine", "forward sums"),
 )
 _WAITS_FOR_ALL = (1, 5, 9)  # by these the ranks are put on one clock
 

@@ -12,7 +12,6 @@ while publish_rows is running.
 
 from __future__ import annotations
 
-import socket
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,15 +58,6 @@ def unavailable_reason(buffer: Buffer) -> str | None:
         scale_bytes=buffer.scale_bytes,
     )
     return "; ".join(beyond) or None
-
-
-def host_name() -> str:
-    """Names this host: ranks with the same name can map each other's memory."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{socket.gethostname()} {file.read().strip()}"
-    except OSError:
-        return socket.gethostname()
 
 
 class NvlinkBackend:

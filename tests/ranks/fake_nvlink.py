@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 
+import hybrid_ep.buffer
 from hybrid_ep.backends import nvlink
 from tests.cases import Case
 from tests.launch import Rank
@@ -72,7 +73,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
         for owner, name, replacement in (
             (nvlink, "_nvlink", fake),
             (nvlink, "_num_sms", lambda device: 132),
-            (nvlink, "host_name", lambda: host),
+            (hybrid_ep.buffer, "host_name", lambda: host),
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
             (torch.cuda, "synchronize", lambda device: None),
         ):

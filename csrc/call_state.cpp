@@ -1,0 +1,79 @@
+#include "call_state.h"
+
+#include <algorithm>
+#include <chrono>
+#include <thread>
+
+#include "check.h"
+
+namespace hybrid_ep {
+
+CallState::CallState(double timeout_s, bool trace) : timeout_s_(timeout_s) {
+    check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
+    check_cuda(cudaMemset(state_, 0, sizeof(DeviceState)), "call state");
+    if (trace) {
+        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.events),
+                              Trace::kCapacity * sizeof(TraceEvent)),
+                   "trace");
+        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.count), sizeof(uint32_t)), "trace");
+        check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
+    }
+    void* host = nullptr;
+    const size_t host_bytes = sizeof(Fault) + kMailSlots * sizeof(Mail);
+    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+               "mapped host memory");
+    std::fill_n(static_cast<char*>(host), host_bytes, 0);
+    fault_ = static_cast<Fault*>(host);
+    mail_ = reinterpret_cast<Mail*>(fault_ + 1);
+}
+
+void CallState::destroy() {
+    cudaFree(trace_.events);
+    cudaFree(trace_.count);
+    cudaFree(state_);
+    cudaFreeHost(fault_);
+    trace_ = {};
+    state_ = nullptr;
+    fault_ = nullptr;
+}
+
+std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t stream) const {
+    const auto* mail = mail_of(ticket);
+    const auto start = std::chrono::steady_clock::now();
+    // the kernels keep the deadline; this one is for a GPU that makes no progress at all
+    const auto patience = std::chrono::duration<double>(2 * timeout_s_ + 10);
+    for (int polls = 1; __atomic_load_n(&mail->ticket, __ATOMIC_ACQUIRE) != ticket; ++polls) {
+        if (polls % 1024 != 0) continue;
+        if (fault()) return std::nullopt;
+        if (std::chrono::steady_clock::now() - start > patience) return std::nullopt;
+        if (polls % (1 << 16) == 0) {
+            cudaError_t error = cudaStreamQuery(stream);
+            if (error != cudaErrorNotReady) check_cuda(error, "the kernels of a dispatch");
+        }
+        std::this_thread::yield();
+    }
+    return mail->required_rows;
+}
+
+std::vector<TraceEvent> CallState::take_trace() {
+    if (trace_.events == nullptr) return {};
+    uint32_t count = 0;
+    check_cuda(cudaDeviceSynchronize(), "the kernels of the trace");
+    check_cuda(cudaMemcpy(&count, trace_.count, sizeof(count), cudaMemcpyDeviceToHost), "trace");
+    std::vector<TraceEvent> events(std::min(count, Trace::kCapacity));
+    check_cuda(cudaMemcpy(events.data(), trace_.events, events.size() * sizeof(TraceEvent),
+                          cudaMemcpyDeviceToHost),
+               "trace");
+    check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
+    return events;
+}
+
+std::optional<FaultReport> CallState::fault() const {
+    if (fault_ == nullptr) return std::nullopt;
+    const uint64_t kind = __atomic_load_n(&fault_->kind, __ATOMIC_ACQUIRE);
+    if (kind == 0) return std::nullopt;
+    return FaultReport{int(kind),       fault_->phase, fault_->peer,
+                       fault_->channel, fault_->epoch, fault_->seen};
+}
+
+}  // namespace hybrid_ep

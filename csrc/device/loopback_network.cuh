@@ -1,0 +1,50 @@
+// A network of plain stores into mapped memory, with the verbs of NvshmemNetwork: what the kernels
+// of several nodes do can be tried on one host without NVSHMEM.
+#pragma once
+
+#include "device/ptx.cuh"
+#include "device/warp.cuh"
+#include "kernels/internode.h"
+
+namespace hybrid_ep::device {
+
+class LoopbackNetwork {
+  public:
+    __device__ explicit LoopbackNetwork(const kernels::NodeContext& context) : context_(context) {}
+
+    __device__ void put_block(void* to, const void* from, size_t bytes, int rank) const {
+        copy(to, from, bytes, rank, threadIdx.x, blockDim.x);
+        __syncthreads();
+    }
+    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank) const {
+        copy(to, from, bytes, rank, lane_id(), kWarp);
+        __syncwarp();
+    }
+    __device__ void put_and_signal(void* to, const void* from, size_t bytes, uint64_t* flag,
+                                   uint64_t value, int rank) const {
+        put_warp(to, from, bytes, rank);
+        if (lane_id() == 0) signal(flag, value, rank);
+        __syncwarp();
+    }
+    __device__ void fence() const { __threadfence_system(); }
+    __device__ void signal(uint64_t* flag, uint64_t value, int rank) const {
+        ptx::store_release(static_cast<uint64_t*>(theirs(flag, rank)), value);
+    }
+
+  private:
+    // The peer is on my rail, so its node tells it apart.
+    __device__ void* theirs(void* place, int rank) const {
+        return context_.rails.base[rank / context_.relay.ranks_per_node] +
+               (static_cast<char*>(place) - context_.mine());
+    }
+    __device__ void copy(void* to, const void* from, size_t bytes, int rank, int thread,
+                         int num_threads) const {
+        auto* target = static_cast<uint4*>(theirs(to, rank));
+        auto* source = static_cast<const uint4*>(from);
+        for (size_t i = thread; i < bytes / 16; i += num_threads) target[i] = source[i];
+    }
+
+    const kernels::NodeContext& context_;
+};
+
+}  // namespace hybrid_ep::device

@@ -1,0 +1,138 @@
+// Every rank tells every rank which experts its tokens chose, over several nodes.
+//
+//   topk_idx --sort, count--> routing inbox of my node's ranks                        spread_chunk
+//            `--put--> routing inbox of my rail peers --count--> those of their nodes  relay_chunks
+//
+// The rail peer passes on what came as if the source itself had written it, flags included: so
+// whoever reads a routing inbox (assign_rows) need not know of nodes. Blocks wait only for the
+// blocks of the same number of the rail peers, which have put theirs before they wait.
+#pragma once
+
+#include "device/trace.cuh"
+#include "device/window.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/routing_chunk.cuh"
+
+namespace hybrid_ep::kernels::internode {
+
+using namespace device;
+using namespace routing;
+
+// The whole block: sets the flag of `source` and this block in my node's ranks.
+__device__ inline void signal_node(const NodeContext& c, int source, uint64_t epoch) {
+    const auto& b = c.relay.world;
+    __syncthreads();
+    for (int peer = threadIdx.x; peer < c.relay.ranks_per_node; peer += kThreads) {
+        ptx::store_release(c.peer_flag(peer, b.flag(Phase::kRoute, source, blockIdx.x)),
+                           flag_value(epoch, b.topk & 0xFFFF));
+    }
+}
+
+template <typename Network>
+__device__ void spread_chunk(const SpreadRoutingParams& p, const Network& network,
+                             const ChunkSmem& smem, int chunk, uint64_t epoch) {
+    const NodeContext& c = p.context;
+    const auto& b = c.relay.world;
+    const PublishRoutingParams own{c.world,      p.topk_idx,   p.idx_bytes, p.idx_stride,
+                                   p.num_tokens, p.num_blocks, p.words};
+    clear_chunk(b, smem);
+    sort_tokens(own, smem, chunk, epoch);
+    __syncthreads();
+    push_chunk(smem, b, c.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, c.world.rank, chunk,
+               epoch);
+    __threadfence_system();  // the network reads what this block has just written
+    __syncthreads();
+    const int bytes = kChunkTokens * b.topk * 2;
+    char* experts = c.at(b.experts_of(epoch, c.world.rank) + int64_t(chunk) * bytes);
+    for (int step = 1; step < c.relay.num_nodes; ++step) {
+        const int node = (c.node + step) % c.relay.num_nodes;
+        network.put_block(experts, experts, bytes, c.rail_peer(node));
+    }
+}
+
+// One thread: everything this block put for its rail peers has gone.
+template <typename Network>
+__device__ void signal_rail_peers(const NodeContext& c, const Network& network, uint64_t epoch) {
+    network.fence();
+    for (int step = 1; step < c.relay.num_nodes; ++step) {
+        network.signal(c.flag_at(c.relay.route_flag(c.node, blockIdx.x)),
+                       flag_value(epoch, c.relay.world.topk & 0xFFFF),
+                       c.rail_peer((c.node + step) % c.relay.num_nodes));
+    }
+}
+
+// The whole block: what a rail peer's sort_tokens counted, counted again.
+__device__ inline void count_chunk(const layout::BufferLayout& b, const ChunkSmem& smem,
+                                   const int16_t* experts) {
+    for (int i = threadIdx.x; i < kChunkTokens * b.topk; i += kThreads) {
+        const int expert = smem.experts[i] = experts[i];
+        if (expert < 0) continue;
+        const int rank = expert / b.num_local_experts;
+        const bool first_of_rank = i % b.topk == 0 || experts[i - 1] / b.num_local_experts != rank;
+        atomicAdd(&smem.rows_of_expert[expert], 1);
+        if (first_of_rank) atomicAdd(&smem.copies_of_rank[rank], 1);
+    }
+    __syncthreads();
+}
+
+// The whole block: what it put at a rail peer's goes to my node. False: give up.
+__device__ inline bool relay_chunks(const SpreadRoutingParams& p, const ChunkSmem& smem, int node,
+                                    uint64_t epoch) {
+    const NodeContext& c = p.context;
+    const auto& b = c.relay.world;
+    const int source = c.rail_peer(node);
+    bool good = true;
+    if (threadIdx.x == 0) {
+        good = wait_flag(c.flag_at(c.relay.route_flag(node, blockIdx.x)), epoch, b.topk & 0xFFFF,
+                         c.world.watch, Phase::kRoute, source, blockIdx.x);
+    }
+    if (!__syncthreads_and(good)) return false;
+    for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
+        auto* experts = reinterpret_cast<const int16_t*>(c.at(b.experts_of(epoch, source))) +
+                        int64_t(chunk) * kChunkTokens * b.topk;
+        clear_chunk(b, smem);
+        count_chunk(b, smem, experts);
+        push_chunk(smem, b, c.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, source, chunk,
+                   epoch);
+        __syncthreads();
+    }
+    signal_node(c, source, epoch);
+    return true;
+}
+
+template <typename Network>
+__global__ void __launch_bounds__(kThreads)
+    spread_routing(const __grid_constant__ SpreadRoutingParams p) {
+    extern __shared__ __align__(16) char dynamic_smem[];
+    const NodeContext& c = p.context;
+    if (has_fault(c.world.watch.state)) return;
+    const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute);
+    const Network network(c);
+    const ChunkSmem smem(dynamic_smem, c.relay.world);
+    const Stopwatch publishing(c.world.trace);
+
+    for (int chunk = blockIdx.x; chunk < c.relay.world.num_chunks; chunk += gridDim.x) {
+        spread_chunk(p, network, smem, chunk, epoch);
+        __syncthreads();
+    }
+    if (threadIdx.x == 0) {
+        signal_rail_peers(c, network, epoch);
+        if (blockIdx.x == 0) p.words[layout::HandleLayout::kNumTokens] = p.num_tokens;
+    }
+    signal_node(c, c.world.rank, epoch);
+    publishing.stop(Span::kPublishRouting, epoch);
+
+    const Stopwatch relaying(c.world.trace);
+    for (int step = 1; step < c.relay.num_nodes; ++step) {
+        if (!relay_chunks(p, smem, (c.node + step) % c.relay.num_nodes, epoch)) return;
+    }
+    relaying.stop(Span::kRelayRouting, epoch);
+}
+
+template <typename Network>
+void launch_spread_routing(const SpreadRoutingParams& p, cudaStream_t stream) {
+    launch(spread_routing<Network>, p, p.num_blocks, kThreads,
+           ChunkSmem::bytes(p.context.relay.world), stream);
+}
+
+}  // namespace hybrid_ep::kernels::internode

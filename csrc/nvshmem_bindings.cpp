@@ -1,0 +1,106 @@
+// hybrid_ep._nvshmem: the runtime of several nodes as Python sees it. Addresses and streams are
+// integers.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "kernels/nvshmem.h"
+#include "memory/nvshmem_heap.h"
+#include "network_runtime.h"
+
+namespace py = pybind11;
+using namespace hybrid_ep;
+
+namespace {
+
+NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_node, int num_experts,
+                          int max_tokens, int topk, int row_capacity, int inbox_row_bytes,
+                          int chunk_tokens, int window, int num_sms_publish, int num_sms_dispatch,
+                          int num_sms_combine, int num_sms_send, int slice_bytes, double timeout_s,
+                          bool trace) {
+    return {device,
+            rank,
+            num_nodes,
+            ranks_per_node,
+            num_experts,
+            max_tokens,
+            topk,
+            row_capacity,
+            inbox_row_bytes,
+            chunk_tokens,
+            window,
+            num_sms_publish,
+            num_sms_dispatch,
+            num_sms_combine,
+            num_sms_send,
+            slice_bytes,
+            timeout_s,
+            trace};
+}
+
+char* to_pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
+uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
+
+}  // namespace
+
+PYBIND11_MODULE(_nvshmem, m) {
+    py::class_<NetworkConfig>(m, "NetworkConfig")
+        .def(py::init(&make_config), py::kw_only(), py::arg("device"), py::arg("rank"),
+             py::arg("num_nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
+             py::arg("max_tokens"), py::arg("topk"), py::arg("row_capacity"),
+             py::arg("inbox_row_bytes"), py::arg("chunk_tokens"), py::arg("window"),
+             py::arg("num_sms_publish"), py::arg("num_sms_dispatch"), py::arg("num_sms_combine"),
+             py::arg("num_sms_send"), py::arg("slice_bytes"), py::arg("timeout_s"),
+             py::arg("trace"))
+        .def_property_readonly("symmetric_bytes",
+                               [](const NetworkConfig& self) { return self.layout().total_bytes; })
+        .def_property_readonly("handle_words", [](const NetworkConfig& self) {
+            return layout::RelayHandleLayout::make(layout::HandleLayout::make(self.layout().world),
+                                                   self.num_nodes)
+                .num_words;
+        });
+
+    py::class_<FaultReport>(m, "FaultReport")
+        .def_readonly("kind", &FaultReport::kind)
+        .def_readonly("phase", &FaultReport::phase)
+        .def_readonly("peer", &FaultReport::peer)
+        .def_readonly("channel", &FaultReport::channel)
+        .def_readonly("epoch", &FaultReport::epoch)
+        .def_readonly("seen", &FaultReport::seen);
+
+    py::class_<NetworkRuntime>(m, "NetworkRuntime")
+        .def(py::init([](const NetworkConfig& config) {
+            return new NetworkRuntime(config, kernels::kNvshmemKernels);
+        }))
+        .def("attach", &NetworkRuntime::attach)
+        .def("destroy", &NetworkRuntime::destroy, py::call_guard<py::gil_scoped_release>())
+        .def_property_readonly("handle_words", &NetworkRuntime::handle_words)
+        .def_property_readonly("symmetric_bytes", &NetworkRuntime::symmetric_bytes)
+        .def("route", &NetworkRuntime::route)
+        .def("publish", &NetworkRuntime::publish)
+        .def("pull", &NetworkRuntime::pull)
+        .def("combine", &NetworkRuntime::combine)
+        .def("required_rows", &NetworkRuntime::required_rows,
+             py::call_guard<py::gil_scoped_release>())
+        .def("fault", &NetworkRuntime::fault)
+        .def("take_trace", [](NetworkRuntime& self) {
+            std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t>> events;
+            for (const TraceEvent& e : self.take_trace()) {
+                events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns);
+            }
+            return events;
+        });
+
+    m.def("built_version", &memory::nvshmem_built_version);
+    m.def("loaded_version", &memory::nvshmem_loaded_version);
+    m.def("unique_id", [] { return py::bytes(memory::nvshmem_unique_id()); });
+    m.def("start", &memory::start_nvshmem, py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "allocate", [](int64_t bytes) { return to_address(memory::allocate_symmetric(bytes)); },
+        py::call_guard<py::gil_scoped_release>());
+    m.def(
+        "free", [](uintptr_t address) { memory::free_symmetric(to_pointer(address)); },
+        py::call_guard<py::gil_scoped_release>());
+    m.def("mapped", [](uintptr_t mine, int rank) {
+        return to_address(memory::mapped_symmetric(to_pointer(mine), rank));
+    });
+}

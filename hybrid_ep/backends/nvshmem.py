@@ -1,0 +1,306 @@
+"""The nvshmem backend: CUDA kernels between the GPUs of several nodes.
+
+    route      spread_routing, assign_rows, keep_routing   through the rail peers; the handle
+    dispatch   fill_outbox, relay_rows                      once to each node, then as on one node
+    combine    relay_sums                                   added in each node, then at home
+
+The verbs are those of the nvlink backend with another runtime under them. The symmetric memory is
+NVSHMEM's. A process takes part in one NVSHMEM job, whose ranks are those of its first Buffer: later
+Buffers are for the same ranks.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hybrid_ep.backends import nvlink
+from hybrid_ep.fabric import nccl_files, network_environment, read_ports
+from hybrid_ep.limits import MIN_CAPABILITY, beyond_nvshmem, round_up
+from hybrid_ep.network_window import network_window
+from hybrid_ep.nvshmem_library import load_host_library
+
+if TYPE_CHECKING:
+    from hybrid_ep.buffer import Buffer
+
+HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
+
+_nvshmem = None
+
+
+def load_extension() -> None:
+    """Load NVSHMEM and ``hybrid_ep._nvshmem``; what is in use already stays.
+
+    Raises:
+        ImportError: one is not there, or they do not fit each other; the text says which.
+    """
+    global _nvshmem
+    if _nvshmem is not None:
+        return
+    load_host_library(os.environ)
+    try:
+        from hybrid_ep import _nvshmem as extension
+    except ImportError as error:
+        raise ImportError(
+            f"the extension hybrid_ep._nvshmem is not there: it is built where NVSHMEM is found "
+            f"({error})"
+        ) from error
+    built, loaded = extension.built_version(), extension.loaded_version()
+    if built.split(".")[:2] != loaded.split(".")[:2]:
+        raise ImportError(
+            f"hybrid_ep was built with NVSHMEM {built}, this process has {loaded}: install that "
+            "version or build again"
+        )
+    _nvshmem = extension
+
+
+def unavailable_reason(buffer: Buffer) -> str | None:
+    """What this rank lacks for the nvshmem backend, as a sentence; None if nothing."""
+    if buffer.device.type != "cuda":
+        return f"it needs a CUDA device, the Buffer is on {buffer.device}"
+    try:
+        load_extension()
+    except ImportError as error:
+        return str(error)
+    capability = torch.cuda.get_device_capability(buffer.device)
+    if capability < MIN_CAPABILITY:
+        needed, found = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
+        return f"it needs compute capability {needed} (Hopper) or newer, the GPU has {found}"
+    beyond = beyond_nvshmem(
+        num_nodes=buffer.topology.num_nodes,
+        ranks_per_node=buffer.topology.ranks_per_node,
+        max_tokens=buffer.max_tokens,
+        topk=buffer.topk,
+        num_experts=buffer.num_experts,
+        row_bytes=buffer.hidden * buffer.dtype.itemsize,
+        scale_bytes=buffer.scale_bytes,
+    )
+    return "; ".join(beyond) or None
+
+
+class Heap:
+    """The symmetric heap of this process's NVSHMEM job, shared by its Buffers.
+
+    Allocating and freeing is collective, and a Buffer is destroyed without waiting for its peers:
+    so a part that a Buffer gave back is kept until a later Buffer finds that all ranks have.
+    """
+
+    def __init__(self) -> None:
+        self._ranks: list[int] | None = None
+        self._sizes: list[int] = []  # of every allocation that was ever made
+        self._given_back: dict[int, int] = {}  # number of an allocation -> its address
+
+    def start(self, buffer: Buffer, heap_bytes: int) -> None:
+        """Join the job, or make sure that it is the buffer's.
+
+        Raises:
+            RuntimeError: NVSHMEM did not start, or the job has other ranks; on all ranks.
+        """
+        topology = buffer.topology
+        ranks = _world_ranks(buffer)
+        states = buffer.gather(self._ranks)
+        if any(state is not None for state in states):
+            if any(state != ranks for state in states):
+                raise RuntimeError(
+                    f"a process takes part in one NVSHMEM job, that of its first Buffer: the ranks "
+                    f"were {self._ranks}, this Buffer has {ranks}"
+                )
+            return
+        _set_environment(buffer, heap_bytes)
+        unique_id, failure = None, None
+        if topology.rank == 0:
+            try:
+                unique_id = _nvshmem.unique_id()
+            except RuntimeError as error:
+                failure = str(error)
+        unique_id, failure = buffer.gather((unique_id, failure))[0]
+        if failure is None:
+            try:
+                with torch.cuda.device(buffer.device):
+                    torch.cuda.synchronize()  # NVSHMEM starts on the device that has a context
+                    _nvshmem.start(unique_id, topology.rank, topology.num_ranks)
+            except RuntimeError as error:
+                failure = str(error)
+        raise_together(buffer.gather(failure))
+        self._ranks = ranks
+
+    def take(self, buffer: Buffer, num_bytes: int) -> tuple[int, int]:
+        """A part of the heap: its number, the same on all ranks, and its address here.
+
+        Raises:
+            RuntimeError: a rank has no room; on all ranks.
+        """
+        self.trim(buffer, keep=num_bytes)
+        free = sorted(self._given_back)
+        common = set.intersection(*map(set, buffer.gather(free)))
+        if fitting := [number for number in sorted(common) if self._sizes[number] == num_bytes]:
+            return fitting[0], self._given_back.pop(fitting[0])
+        address, failure = 0, None
+        try:
+            with torch.cuda.device(buffer.device):
+                address = _nvshmem.allocate(num_bytes)
+        except RuntimeError as error:
+            failure = str(error)
+        raise_together(buffer.gather(failure))
+        self._sizes.append(num_bytes)
+        return len(self._sizes) - 1, address
+
+    def give_back(self, number: int, address: int) -> None:
+        """Not needed any more, here."""
+        self._given_back[number] = address
+
+    def trim(self, buffer: Buffer, keep: int = -1) -> None:
+        """Free what no rank needs any more, but parts of ``keep`` bytes; collective."""
+        common = set.intersection(*map(set, buffer.gather(sorted(self._given_back))))
+        for number in sorted(common):
+            if self._sizes[number] != keep:
+                _nvshmem.free(self._given_back.pop(number))
+
+
+_heap = Heap()
+
+
+class NvshmemBackend(nvlink.NvlinkBackend):
+    """See the module; the methods are those of ``Backend``.
+
+    Raises:
+        RuntimeError: NVSHMEM did not start, or the memory of a rank could not be allocated or
+            mapped; on all ranks.
+    """
+
+    name = "nvshmem"
+
+    def __init__(self, buffer: Buffer) -> None:
+        self._set_sizes(buffer)
+        self._buffer = buffer
+        self._topology = buffer.topology
+        self._runtime, self._part = None, None
+        num_sms = min(buffer.gather(nvlink._num_sms(buffer.device)))
+        sizes = network_config(buffer, num_sms)
+        _heap.start(buffer, sizes.symmetric_bytes)
+        failure = None
+        try:
+            self._runtime = _nvshmem.NetworkRuntime(sizes)
+        except RuntimeError as error:
+            failure = str(error)
+        self._raise_together(buffer.gather(failure))
+        self._part = _heap.take(buffer, self._runtime.symmetric_bytes)
+        try:
+            self._runtime.attach(self._map_node(self._part[1]), [])
+        except RuntimeError as error:
+            failure = str(error)
+        self._raise_together(buffer.gather(failure))
+        self.layout_size = self._runtime.handle_words
+
+    def _set_sizes(self, buffer: Buffer) -> None:
+        self._rank = buffer.topology.rank
+        self._num_experts = buffer.num_experts
+        self._num_local_experts = buffer.num_local_experts
+        self._topk = buffer.topk
+        self._device = buffer.device
+        self._timeout_s = buffer.config.timeout_s
+        self._tickets: dict[int, int] = {}
+        self._last_ticket = 0
+        self._last_stream: torch.cuda.Stream | None = None
+
+    def _map_node(self, mine: int) -> list[int]:
+        """Addresses of the parts of my node's ranks."""
+        first = self._topology.node * self._topology.ranks_per_node
+        peers = []
+        for rank in range(first, first + self._topology.ranks_per_node):
+            address = _nvshmem.mapped(mine, rank)
+            if address == 0:
+                raise RuntimeError(
+                    f"the memory of rank {rank} cannot be mapped, so it is of another node: "
+                    f"ranks_per_node={self._topology.ranks_per_node} is too large"
+                )
+            peers.append(address)
+        return peers
+
+    def describe(self) -> str:
+        megabytes = self._runtime.symmetric_bytes / 1e6
+        return (
+            f"nvshmem: CUDA kernels, {megabytes:.1f} MB of NVSHMEM's symmetric heap, "
+            f"NVSHMEM {_nvshmem.loaded_version()}"
+        )
+
+    def destroy(self) -> None:
+        if self._runtime is None:
+            return
+        faulted = self._runtime.fault() is not None
+        self._runtime.destroy()
+        # after a fault, puts for this memory may be under way for ever
+        if self._part is not None and not faulted:
+            _heap.give_back(*self._part)
+        self._part = None
+
+    def reclaim(self) -> None:
+        _heap.trim(self._buffer)
+
+
+def network_config(buffer: Buffer, num_sms: int) -> object:
+    """The sizes of the buffer's memory and kernels, as the extension takes them."""
+    topology, config = buffer.topology, buffer.config
+    return _nvshmem.NetworkConfig(
+        device=buffer.device.index or 0,
+        rank=topology.rank,
+        num_nodes=topology.num_nodes,
+        ranks_per_node=topology.ranks_per_node,
+        num_experts=buffer.num_experts,
+        max_tokens=buffer.max_tokens,
+        topk=buffer.topk,
+        row_capacity=buffer.row_capacity,
+        inbox_row_bytes=buffer.inbox_row_bytes,
+        chunk_tokens=config.network_chunk_tokens,
+        window=config.network_channels * config.network_window_chunks,
+        num_sms_publish=min(config.num_sms_publish, num_sms),
+        num_sms_dispatch=min(config.num_sms_dispatch, num_sms),
+        num_sms_combine=min(config.num_sms_combine, num_sms),
+        num_sms_send=config.network_channels,
+        slice_bytes=config.slice_bytes,
+        timeout_s=config.timeout_s,
+        trace=config.trace,
+    )
+
+
+def raise_together(failures: list[str | None]) -> None:
+    """Raise the first rank's failure on all ranks.
+
+    Raises:
+        RuntimeError: there is one.
+    """
+    for rank, failure in enumerate(failures):
+        if failure is not None:
+            raise RuntimeError(f"rank {rank}: {failure}")
+
+
+def _world_ranks(buffer: Buffer) -> list[int]:
+    if buffer.topology.num_ranks == 1:
+        return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
+    return dist.get_process_group_ranks(buffer.group)
+
+
+def _set_environment(buffer: Buffer, heap_bytes: int) -> None:
+    """Tell NVSHMEM what the user has not told it, before it starts."""
+    config = buffer.config
+    window = network_window(
+        num_nodes=buffer.topology.num_nodes,
+        record=buffer.row_capacity,
+        sum_bytes=buffer.inbox_row_bytes,
+        channels=config.network_channels,
+        chunk_tokens=config.network_chunk_tokens,
+        window_chunks=config.network_window_chunks,
+    )
+    given = {**nccl_files(os.environ), **os.environ}
+    os.environ.update(
+        network_environment(
+            given,
+            channels=config.network_channels,
+            queue_depth=window.queue_depth,
+            heap_bytes=round_up(heap_bytes, 2**21) + HEAP_MARGIN,
+            ports=read_ports(),
+        )
+    )
