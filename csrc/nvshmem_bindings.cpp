@@ -1,5 +1,5 @@
 // hybrid_ep._nvshmem: the runtime of several nodes as Python sees it. Addresses and streams are
-// integers.
+// integers. Its types are its own: hybrid_ep._nvlink may have some of the same name.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -43,7 +43,7 @@ uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(p
 }  // namespace
 
 PYBIND11_MODULE(_nvshmem, m) {
-    py::class_<NetworkConfig>(m, "NetworkConfig")
+    py::class_<NetworkConfig>(m, "NetworkConfig", py::module_local())
         .def(py::init(&make_config), py::kw_only(), py::arg("device"), py::arg("rank"),
              py::arg("num_nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),
              py::arg("max_tokens"), py::arg("topk"), py::arg("row_capacity"),
@@ -59,7 +59,7 @@ PYBIND11_MODULE(_nvshmem, m) {
                 .num_words;
         });
 
-    py::class_<FaultReport>(m, "FaultReport")
+    py::class_<FaultReport>(m, "FaultReport", py::module_local())
         .def_readonly("kind", &FaultReport::kind)
         .def_readonly("phase", &FaultReport::phase)
         .def_readonly("peer", &FaultReport::peer)
@@ -67,7 +67,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def_readonly("epoch", &FaultReport::epoch)
         .def_readonly("seen", &FaultReport::seen);
 
-    py::class_<NetworkRuntime>(m, "NetworkRuntime")
+    py::class_<NetworkRuntime>(m, "NetworkRuntime", py::module_local())
         .def(py::init([](const NetworkConfig& config) {
             return new NetworkRuntime(config, kernels::kNvshmemKernels);
         }))

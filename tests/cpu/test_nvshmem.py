@@ -1,0 +1,205 @@
+"""What of the nvshmem backend shows without a GPU: sizes, messages, settings, and how it is linked."""
+
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybrid_ep import Config, nvshmem_library
+from hybrid_ep.backends import nvshmem
+from hybrid_ep.fabric import Port, network_environment
+from hybrid_ep.limits import beyond_nvshmem
+from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
+from hybrid_ep.topology import ranks_of_a_host
+
+ACTIVE = (Port("mlx5_0", 1, gids=(0, 1)),)
+SIZES = {"channels": 8, "queue_depth": 128, "heap_bytes": 1 << 30}
+
+
+@pytest.fixture
+def extension():
+    if importlib.util.find_spec("hybrid_ep._nvshmem") is None:
+        pytest.skip("the extension is not built here")
+    nvshmem.load_extension()
+    return nvshmem._nvshmem
+
+
+# ---- sizes
+
+
+@pytest.mark.parametrize("tokens", [1, 130, 4096])
+@pytest.mark.parametrize("nodes, ranks_per_node, topk", [(1, 3, 1), (2, 1, 7), (8, 8, 8)])
+def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_node, topk):
+    config = extension.NetworkConfig(
+        device=0,
+        rank=0,
+        num_nodes=nodes,
+        ranks_per_node=ranks_per_node,
+        num_experts=5 * nodes * ranks_per_node,
+        max_tokens=tokens,
+        topk=topk,
+        row_capacity=2 * 2880 + 48,
+        inbox_row_bytes=2 * 2880,
+        chunk_tokens=32,
+        window=16,
+        num_sms_publish=1,
+        num_sms_dispatch=1,
+        num_sms_combine=1,
+        num_sms_send=1,
+        slice_bytes=16384,
+        timeout_s=1.0,
+        trace=False,
+    )
+    shape = {
+        "num_nodes": nodes,
+        "ranks_per_node": ranks_per_node,
+        "num_local_experts": 5,
+        "max_tokens": tokens,
+        "topk": topk,
+    }
+    payload = {"hidden": 2880, "itemsize": 2, "scale_bytes": 40}
+    regions = relay_regions(**shape, **payload, chunk_tokens=32, window=16)
+    assert sum(regions.values()) == config.symmetric_bytes
+    assert relay_handle_bytes(**shape) == 4 * config.handle_words
+
+
+def test_windows_do_not_grow_with_the_tokens_of_a_call():
+    shape = {
+        "num_nodes": 8,
+        "ranks_per_node": 8,
+        "num_local_experts": 4,
+        "hidden": 7168,
+        "topk": 8,
+        "itemsize": 2,
+        "scale_bytes": 0,
+        "chunk_tokens": 32,
+        "window": 16,
+    }
+    few, many = (relay_regions(**shape, max_tokens=tokens) for tokens in (512, 65_536))
+    for region in ("relay_window", "push_window", "push_values", "outgoing", "home_window"):
+        assert few[region] == many[region]
+
+
+# ---- what it says
+
+
+def test_no_NVSHMEM_is_said(monkeypatch):
+    monkeypatch.setattr(nvshmem_library, "find_home", lambda environment: None)
+    with pytest.raises(ImportError, match="install the wheel nvidia-nvshmem-cu13 .* NVSHMEM_HOME"):
+        nvshmem_library.load_host_library({})
+
+
+def test_an_NVSHMEM_HOME_without_the_library_is_said(tmp_path):
+    with pytest.raises(ImportError, match=f"cannot be loaded: .*{tmp_path}"):
+        nvshmem_library.load_host_library({"NVSHMEM_HOME": str(tmp_path)})
+
+
+def test_another_version_than_it_was_built_with_is_said(extension, monkeypatch):
+    class Other:
+        built_version = staticmethod(lambda: "3.4.5")
+        loaded_version = staticmethod(lambda: "3.6.1")
+
+    import hybrid_ep
+
+    monkeypatch.setattr(nvshmem, "_nvshmem", None)
+    monkeypatch.setattr(hybrid_ep, "_nvshmem", Other, raising=False)
+    monkeypatch.setitem(sys.modules, "hybrid_ep._nvshmem", Other)
+    with pytest.raises(ImportError, match=r"built with NVSHMEM 3.4.5, this process has 3.6.1"):
+        nvshmem.load_extension()
+
+
+def test_a_failure_of_NVSHMEM_is_an_exception(extension):
+    """It starts without a GPU and would end the process at the first use."""
+    script = (
+        "import os; from hybrid_ep.backends import nvshmem as n; n.load_extension();\n"
+        "try: n._nvshmem.start(n._nvshmem.unique_id(), 0, 1)\n"
+        "except RuntimeError as error: print(error); os._exit(0)"
+    )
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert "NVSHMEM found no GPU to start on" in done.stdout, done.stderr
+
+
+def test_limits_are_said_by_name():
+    shape = {"max_tokens": 16, "topk": 2, "num_experts": 66, "row_bytes": 64, "scale_bytes": 0}
+    assert beyond_nvshmem(num_nodes=2, ranks_per_node=3, **shape) == []
+    assert beyond_nvshmem(num_nodes=33, ranks_per_node=1, **shape) == [
+        "the number of nodes must be at most 32, got 33"
+    ]
+    assert beyond_nvshmem(num_nodes=1, ranks_per_node=33, **shape) == [
+        "ranks_per_node must be at most 32, got 33"
+    ]
+
+
+# ---- where ranks are
+
+
+@pytest.mark.parametrize(
+    "hosts, expected",
+    [("a", 1), ("aa", 2), ("ab", 1), ("aabb", 2), ("aabbcc", 2), ("abab", 4), ("aab", 3)],
+)
+def test_hosts_are_nodes_where_they_are_equal_and_in_order(hosts, expected):
+    assert ranks_of_a_host(hosts) == expected
+
+
+# ---- what NVSHMEM is told
+
+
+def test_a_card_means_IBGDA_with_a_queue_pair_a_channel():
+    told = network_environment({}, **SIZES, ports=ACTIVE)
+    assert told["NVSHMEM_IB_ENABLE_IBGDA"] == "1"
+    assert told["NVSHMEM_IBGDA_NUM_RC_PER_PE"] == "8"
+    assert told["NVSHMEM_IBGDA_RC_MAP_BY"] == "cta"
+    assert told["NVSHMEM_QP_DEPTH"] == "128"
+    assert "NVSHMEM_SYMMETRIC_SIZE" not in told, "the heap grows by itself"
+
+
+def test_without_a_card_NVSHMEM_chooses():
+    assert network_environment({}, **SIZES, ports=()) == {"NVSHMEM_DISABLE_NVLS": "1"}
+
+
+def test_what_the_user_set_is_left_alone():
+    mine = {
+        "NVSHMEM_IB_ENABLE_IBGDA": "0",
+        "NVSHMEM_IBGDA_NUM_RC_PER_PE": "2",
+        "NVSHMEM_QP_DEPTH": "1024",
+        "NVSHMEM_DISABLE_NVLS": "0",
+        "NVSHMEM_DISABLE_CUDA_VMM": "1",
+    }
+    told = network_environment(mine, **SIZES, ports=ACTIVE)
+    assert told == {"NVSHMEM_IBGDA_RC_MAP_BY": "cta", "NVSHMEM_SYMMETRIC_SIZE": str(1 << 30)}
+
+
+@pytest.mark.parametrize("tokens", [0, 33, 1.5])
+def test_chunks_are_of_at_most_a_token_a_lane(tokens):
+    with pytest.raises(ValueError, match=f"network_chunk_tokens must be .* got {tokens}"):
+        Config(network_chunk_tokens=tokens)
+
+
+# ---- how it is linked
+
+
+@pytest.fixture
+def cuobjdump():
+    wheel = Path(nvshmem_library.find_home({}) or "/", "..", "cu13", "bin", "cuobjdump")
+    found = shutil.which("cuobjdump") or (str(wheel) if wheel.exists() else None)
+    if found is None:
+        pytest.skip("there is no cuobjdump here")
+    return found
+
+
+def test_the_kernels_hold_the_IBGDA_path(extension, cuobjdump):
+    symbols = subprocess.run(
+        [cuobjdump, "-symbols", extension.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    for code in symbols.split("Fatbin elf code:")[1:]:
+        if "relay_rows" in code:
+            assert "nvshmemi_ibgda_device_state_d" in code
+            assert "nvshmemi_transfer_rma_nbi" in code
+    assert symbols.count("nvshmemi_ibgda_device_state_d") >= 2, "for Hopper and for Blackwell"
