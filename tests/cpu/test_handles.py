@@ -15,6 +15,7 @@ LAYERS = [
     Case("bounded", num_ranks=3, tokens=(8, 20), topk=4, max_rows="third", align=4, seed=1),
     Case("duplicates", num_ranks=3, tokens=(20, 11), topk=4, routing="duplicates", seed=2),
 ]
+STRIDED = Case("strided", topk=3, num_scales=3, tokens=(9, 6))
 IN_TURN = "D0 C0 B0 D1 C1 B1 D2 C2 B2"
 ORDERS = {
     "forwards_then_backwards": "D0 C0 D1 C1 D2 C2 B2 B1 B0",
@@ -29,9 +30,12 @@ ORDERS = {
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_order_does_not_matter(world, order):
-    pool = world(3)
-    in_turn = pool.run(handles.interleave, LAYERS, IN_TURN)
-    for rank, results in enumerate(pool.run(handles.interleave, LAYERS, order)):
+    check_order(world(3), LAYERS, order)
+
+
+def check_order(pool, layers, order):
+    in_turn = pool.run(handles.interleave, layers, IN_TURN)
+    for rank, results in enumerate(pool.run(handles.interleave, layers, order)):
         for layer, (got, want) in enumerate(zip(results, in_turn[rank], strict=True)):
             for name in want:
                 same_bytes(got[name], want[name], f"{name} of layer {layer} on rank {rank}")
@@ -48,7 +52,11 @@ def test_order_does_not_matter(world, order):
     )
 )
 def test_replay_of_a_layout(world, case):
-    results = world(case.num_ranks).run(handles.replay, case, oracle.max_rows(case))
+    check_replay(world(case.num_ranks), case)
+
+
+def check_replay(pool, case):
+    results = pool.run(handles.replay, case, oracle.max_rows(case))
     newer = replace(case, seed=case.seed + 2).all_inputs()
     mixed = [
         replace(new, topk_idx=old.topk_idx)
@@ -88,9 +96,12 @@ def test_groups_beside_the_world(world):
 
 
 def test_uccl_878_many_buffers(world):
-    case = Case("many buffers", num_ranks=3)
+    check_many_buffers(world(3), Case("many buffers", num_ranks=3))
+
+
+def check_many_buffers(pool, case):
     expected = oracle.dispatch(case)
-    for rank, results in enumerate(world(3).run(handles.many_buffers, case, 6)):
+    for rank, results in enumerate(pool.run(handles.many_buffers, case, 6)):
         for rows in results:
             same_bytes(rows, expected[rank].rows, f"rows of rank {rank}")
 
@@ -111,9 +122,12 @@ def test_torchtitan_2273_memory_does_not_grow(world, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_strides_do_not_matter(world, num_ranks):
-    case = Case("strided", num_ranks=num_ranks, topk=3, num_scales=3, tokens=(9, 6))
+    check_strides(world(num_ranks), STRIDED.on(num_ranks))
+
+
+def check_strides(pool, case):
     names = ("gaps", "transposed", "offset", "expanded")
-    for rank, (plain, *others) in enumerate(world(num_ranks).run(handles.strided, case)):
+    for rank, (plain, *others) in enumerate(pool.run(handles.strided, case)):
         for name, results in zip(names, others, strict=True):
             for tensor in plain:
                 what = f"{tensor}, {name}, rank {rank}"

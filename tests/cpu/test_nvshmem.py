@@ -1,4 +1,4 @@
-"""What of the nvshmem backend shows without a GPU: sizes, messages, settings, and how it is linked."""
+"""What of the nvshmem backend shows without a GPU: sizes, messages, settings, how it is linked."""
 
 import importlib.util
 import shutil
@@ -14,6 +14,7 @@ from hybrid_ep.fabric import Port, network_environment
 from hybrid_ep.limits import beyond_nvshmem
 from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.topology import ranks_of_a_host
+from tests.ranks import fake_nvshmem
 
 ACTIVE = (Port("mlx5_0", 1, gids=(0, 1)),)
 SIZES = {"channels": 8, "queue_depth": 128, "heap_bytes": 1 << 30}
@@ -88,7 +89,7 @@ def test_windows_do_not_grow_with_the_tokens_of_a_call():
 
 def test_no_NVSHMEM_is_said(monkeypatch):
     monkeypatch.setattr(nvshmem_library, "find_home", lambda environment: None)
-    with pytest.raises(ImportError, match="install the wheel nvidia-nvshmem-cu13 .* NVSHMEM_HOME"):
+    with pytest.raises(ImportError, match=r"install the wheel nvidia-nvshmem-cu13 .* NVSHMEM_HOME"):
         nvshmem_library.load_host_library({})
 
 
@@ -107,7 +108,7 @@ def test_another_version_than_it_was_built_with_is_said(extension, monkeypatch):
     monkeypatch.setattr(nvshmem, "_nvshmem", None)
     monkeypatch.setattr(hybrid_ep, "_nvshmem", Other, raising=False)
     monkeypatch.setitem(sys.modules, "hybrid_ep._nvshmem", Other)
-    with pytest.raises(ImportError, match=r"built with NVSHMEM 3.4.5, this process has 3.6.1"):
+    with pytest.raises(ImportError, match=r"built with NVSHMEM 3\.4\.5, this process has 3\.6\.1"):
         nvshmem.load_extension()
 
 
@@ -203,3 +204,51 @@ def test_the_kernels_hold_the_IBGDA_path(extension, cuobjdump):
             assert "nvshmemi_ibgda_device_state_d" in code
             assert "nvshmemi_transfer_rma_nbi" in code
     assert symbols.count("nvshmemi_ibgda_device_state_d") >= 2, "for Hopper and for Blackwell"
+
+
+# ---- how a Buffer sets it up, on fake GPUs
+
+
+APART = ("a host", "another host", "a third")
+
+
+def build(world, backend, fails=None, hosts=APART, unmapped=-1):
+    return world(3).run(fake_nvshmem.build, backend, fails or {}, list(hosts), unmapped)
+
+
+def test_ranks_of_several_hosts_get_nvshmem(world):
+    for rank, told in enumerate(build(world, "auto")):
+        assert told["backend"] == "nvshmem", told
+        assert "3, 3 node(s) of 1" in told["describe"]
+        assert f"start {rank} of 3" in told["calls"]
+        assert told["calls"].count("unique_id") == (rank == 0)
+
+
+@pytest.mark.parametrize("call", ["unique_id", "start 0 of 3", "NetworkRuntime", "allocate"])
+def test_a_failure_on_one_rank_raises_on_all(world, call):
+    for told in build(world, "nvshmem", {0: {call: "NVSHMEM says no"}}):
+        assert told["error"] == "the nvshmem backend cannot run: rank 0: NVSHMEM says no"
+    for told in build(world, "auto", {0: {call: "NVSHMEM says no"}}):
+        assert told["backend"] == "torch"
+        assert "because the nvshmem backend cannot run: rank 0: NVSHMEM" in told["describe"]
+
+
+def test_a_node_that_is_none_is_named(world):
+    for told in build(world, "nvshmem", hosts=("a host",), unmapped=2):
+        assert "rank 0: the memory of rank 2 cannot be mapped" in told["error"]
+        assert "ranks_per_node=3 is too large" in told["error"]
+
+
+def test_Buffers_share_the_heap(world):
+    results = world(3).run(fake_nvshmem.share_the_heap)
+    for asked in results:
+        assert asked["first"] == ["allocate 16000"]
+        assert asked["beside it"] == ["allocate 16000"]
+        assert asked["after it"] == [], "a part that all ranks gave back was not used again"
+        assert asked["larger"] == ["allocate 32000"], "one rank alone gave a part back"
+        assert asked["larger still"] == ["free", "free", "allocate 64000"]
+        assert asked["after a fault"] == ["allocate 32000"], "puts may still come for the old one"
+        assert asked["release"] == ["destroy", "free"]
+        assert asked["restore"] == ["NetworkRuntime", "allocate 32000", "attach"]
+    for asked in results[:2]:
+        assert "the ranks were [0, 1, 2], this Buffer has [0, 1]" in asked["pair"]

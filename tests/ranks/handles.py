@@ -223,3 +223,17 @@ def strided(me: Rank, case: Case) -> list[dict[str, Tensor]]:
     results.append(forward_backward(lambda tensor: tensor, *expanded))
     buffer.destroy()
     return results
+
+
+def other_group(me: Rank) -> str:
+    """What a Buffer of a pair says in a process whose NVSHMEM job is of four ranks."""
+    case = Case("world", num_ranks=4, ranks_per_node=2)
+    world = me.buffer(**case.sizes())
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    try:
+        me.buffer(pairs[me.rank // 2], **Case("pair").sizes())
+    except RuntimeError as error:
+        return str(error).removeprefix("the nvshmem backend cannot run: ")
+    finally:
+        world.destroy()
+    return ""

@@ -1,0 +1,155 @@
+"""The nvshmem backend on ranks without a GPU: an extension and an NVSHMEM that only keep count."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+import hybrid_ep.buffer
+from hybrid_ep.backends import nvlink, nvshmem
+from tests.cases import Case
+from tests.launch import Rank
+from tests.ranks.memory import what_it_raises
+
+CASE = Case("fake", num_ranks=3, ranks_per_node=1)
+
+
+@dataclass
+class Fake:
+    """``hybrid_ep._nvshmem`` for one rank: remembers what it was asked.
+
+    Attributes:
+        fails: what NVSHMEM says, for each call that is to fail.
+        faulted: what the kernels left behind.
+    """
+
+    fails: dict[str, str] = field(default_factory=dict)
+    calls: list[str] = field(default_factory=list)
+    faulted: Any = None
+    unmapped: int = -1
+
+    def note(self, call: str) -> None:
+        self.calls.append(call)
+        if call in self.fails:
+            raise RuntimeError(self.fails[call])
+
+    def NetworkConfig(self, **sizes: Any) -> SimpleNamespace:
+        return SimpleNamespace(**sizes, symmetric_bytes=1000 * sizes["max_tokens"])
+
+    def NetworkRuntime(self, config: SimpleNamespace) -> SimpleNamespace:
+        self.note("NetworkRuntime")
+        return SimpleNamespace(
+            symmetric_bytes=config.symmetric_bytes,
+            handle_words=64,
+            attach=lambda peers, rails: self.note(f"attach {peers}"),
+            destroy=lambda: self.note("destroy"),
+            fault=lambda: self.faulted,
+        )
+
+    def unique_id(self) -> bytes:
+        self.note("unique_id")
+        return b"id"
+
+    def start(self, unique_id: bytes, rank: int, num_ranks: int) -> None:
+        assert unique_id == b"id"
+        self.note(f"start {rank} of {num_ranks}")
+
+    def allocate(self, num_bytes: int) -> int:
+        self.note("allocate")
+        self.calls[-1] += f" {num_bytes}"
+        return 128 * len(self.calls)
+
+    def free(self, address: int) -> None:
+        self.note("free")
+
+    def mapped(self, mine: int, rank: int) -> int:
+        return 0 if rank == self.unmapped else mine + rank
+
+    @staticmethod
+    def loaded_version() -> str:
+        return "3.4.5"
+
+
+@contextlib.contextmanager
+def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
+    """What a Hopper with this NVSHMEM would answer, to a process that has no job yet."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (nvshmem, "_nvshmem", fake),
+            (nvshmem, "_heap", nvshmem.Heap()),
+            (nvlink, "_num_sms", lambda device: 132),
+            (hybrid_ep.buffer, "host_name", lambda: host),
+            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+            (torch.cuda, "synchronize", lambda device=None: None),
+            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
+def build(
+    me: Rank, backend: str, fails: dict[int, dict[str, str]], hosts: list[str], unmapped: int
+) -> dict[str, Any]:
+    """A Buffer on fake GPUs: how building it went, and what was asked of the extension."""
+    fake = Fake(fails.get(me.rank, {}), unmapped=unmapped)
+    told = {"error": "", "backend": None, "describe": ""}
+    sizes = {**CASE.sizes(), "ranks_per_node": None}
+    with gpu_with(fake, hosts[me.rank % len(hosts)]):
+        try:
+            buffer = me.buffer(**sizes, device="cuda:0", backend=backend)
+        except RuntimeError as error:
+            told["error"] = str(error)
+        else:
+            told["backend"], told["describe"] = buffer.backend, buffer.describe()
+            buffer.destroy()
+    return {**told, "calls": fake.calls}
+
+
+def share_the_heap(me: Rank) -> dict[str, Any]:
+    """Buffers one after another, side by side and after a fault; what each asked of the heap."""
+    fake = Fake()
+    asked = {}
+
+    def make(tokens: int, name: str) -> hybrid_ep.Buffer:
+        before = len(fake.calls)
+        sizes = {**CASE.sizes(), "max_tokens": tokens}
+        buffer = me.buffer(**sizes, device="cuda:0", backend="nvshmem")
+        asked[name] = [c for c in fake.calls[before:] if c.split()[0] in ("allocate", "free")]
+        return buffer
+
+    with gpu_with(fake):
+        first = make(16, "first")
+        second = make(16, "beside it")
+        first.destroy()
+        first.destroy()
+        third = make(16, "after it")
+        if me.rank == 1:
+            second.destroy()  # here alone
+        fourth = make(32, "larger")
+        second.destroy()
+        third.destroy()
+        fifth = make(64, "larger still")
+        fake.faulted = object()
+        fourth.destroy()
+        fake.faulted = None
+        sixth = make(32, "after a fault")
+        fake.calls.clear()
+        sixth.release()
+        asked["release"] = list(fake.calls)
+        fake.calls.clear()
+        sixth.restore()
+        asked["restore"] = [c.split(" [")[0] for c in fake.calls]
+        pair = dist.new_group([0, 1])
+        if me.rank < 2:
+            sizes = {**CASE.on(2).sizes(), "device": "cuda:0", "backend": "nvshmem"}
+            asked["pair"] = what_it_raises(lambda: me.buffer(pair, **sizes))
+        fifth.destroy()
+        sixth.destroy()
+    return asked
