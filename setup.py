@@ -69,7 +69,7 @@ def find_nvshmem() -> Path | None:
     spec = importlib.util.spec_from_file_location("nvshmem_library", path)
     library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(library)
-    home = library.find_home(os.environ)
+    home = library.find_home()
     return home if home and (home / "include" / "nvshmem.h").exists() else None
 
 

@@ -52,7 +52,7 @@ void NetworkRuntime::attach(const std::vector<uintptr_t>& peers,
     for (size_t node = 0; node < rails.size(); ++node) {
         context_.rails.base[node] = at<char>(rails[node]);
     }
-    context_.world.peers.base[config_.rank] = context_.mine();
+    context_.world.mine() = context_.mine();
     check_cuda(cudaMemset(context_.mine(), 0, symmetric_bytes()), "zeroing symmetric memory");
     check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
 }

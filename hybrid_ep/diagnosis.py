@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from hybrid_ep.fabric import GID_INDEX, Fabric, choose_fabric
 from hybrid_ep.limits import MIN_CAPABILITY
-from hybrid_ep.machine import EXTENSION, Facts
+from hybrid_ep.machine import EXTENSION, NETWORK_EXTENSION, Facts
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
@@ -249,12 +249,7 @@ def _nvlink_remarks(facts: Facts) -> Iterator[Finding]:
 
 
 def _nvshmem_needs(facts: Facts) -> Iterator[Finding]:
-    yield Finding(
-        "nvshmem",
-        "the backend itself",
-        False,
-        "Not part of this version yet. The rest says whether this machine is ready for it.",
-    )
+    yield _network_extension(facts)
     cuda = version_of(facts.torch_cuda or facts.nvcc) or (13,)
     found = version_of((facts.nvshmem or "").split(" ")[-1])
     upgrade = f"pip install --upgrade nvidia-nvshmem-cu{cuda[0]}"
@@ -286,6 +281,20 @@ def _nvshmem_needs(facts: Facts) -> Iterator[Finding]:
         )
     yield _bell(facts, found, upgrade)
     yield from _settings(facts)
+
+
+def _network_extension(facts: Facts) -> Finding:
+    advice = ""
+    if facts.network_extension is None:
+        advice = (
+            "Not built, as where nvcc or NVSHMEM is missing: with both here, run `make build`, or "
+            "install the package again with `pip install --no-build-isolation .`."
+        )
+    elif facts.network_extension_error is not None:
+        advice = f"{facts.network_extension} does not load: {facts.network_extension_error}."
+    broken = bool(advice) and facts.network_extension is not None
+    need = f"the extension module {NETWORK_EXTENSION}"
+    return Finding("nvshmem", need, not advice, advice, broken)
 
 
 def _cards(facts: Facts) -> Finding:

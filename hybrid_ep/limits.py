@@ -6,8 +6,8 @@ MIN_CAPABILITY = (9, 0)  # Hopper: the kernels use TMA
 ROW_ALIGN = 16  # bytes, of TMA
 MAX_RANKS = 72  # kMaxRanks of csrc/layout/bytes.h: one NVLink domain
 MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per slot
-MAX_NODES = 32  # kMaxNodes of csrc/layout/relay_layout.h: a lane per node
-MAX_NODE_RANKS = 32  # kMaxNodeRanks there, of a node among several: a bit per rank
+MAX_NETWORK_RANKS = 1024  # of several nodes
+MAX_NODE_RANKS = 32  # kMaxNodeRanks of csrc/layout/relay_layout.h, of a node among several: a bit
 MAX_CHUNK_TOKENS = 32  # kMaxChunkTokens there: a lane per token
 MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
 MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
@@ -58,25 +58,16 @@ def beyond_nvlink(
     Returns:
         list[str]: rule and value of each; empty where the shape fits.
     """
-    beyond = []
-    if num_nodes > 1:
-        beyond.append(f"it serves one node, the ranks are on {num_nodes}")
-    if row_bytes % ROW_ALIGN:
-        beyond.append(f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes}")
-    most = {
-        "the number of ranks": (ranks_per_node, MAX_RANKS),
-        "topk": (topk, MAX_TOPK),
-        "num_experts": (num_experts, MAX_EXPERTS),
-        "experts of a rank": (num_experts // (num_nodes * ranks_per_node), MAX_LOCAL_EXPERTS),
-        "scale_bytes": (scale_bytes, MAX_SCALE_BYTES),
-        "ranks * max_tokens * topk": (ranks_per_node * max_tokens * topk, MAX_ROWS),
-    }
-    beyond += [
-        f"{name} must be at most {limit}, got {value}"
-        for name, (value, limit) in most.items()
-        if value > limit
-    ]
-    return beyond
+    beyond = [f"it serves one node, the ranks are on {num_nodes}"] if num_nodes > 1 else []
+    return beyond + _beyond(
+        {"the number of ranks": (ranks_per_node, MAX_RANKS)},
+        num_ranks=num_nodes * ranks_per_node,
+        max_tokens=max_tokens,
+        topk=topk,
+        num_experts=num_experts,
+        row_bytes=row_bytes,
+        scale_bytes=scale_bytes,
+    )
 
 
 def beyond_nvshmem(
@@ -103,21 +94,44 @@ def beyond_nvshmem(
     Returns:
         list[str]: rule and value of each; empty where the shape fits.
     """
-    beyond = [
-        f"{name} must be at most {limit}, got {value}"
-        for name, value, limit in (
-            ("the number of nodes", num_nodes, MAX_NODES),
-            ("ranks_per_node", ranks_per_node, MAX_NODE_RANKS),
-        )
-        if value > limit
-    ]
-    # the rest is one node's, of all ranks
-    return beyond + beyond_nvlink(
-        num_nodes=1,
-        ranks_per_node=num_nodes * ranks_per_node,
+    return _beyond(
+        {
+            "the number of ranks": (num_nodes * ranks_per_node, MAX_NETWORK_RANKS),
+            "ranks_per_node": (ranks_per_node, MAX_NODE_RANKS),
+        },
+        num_ranks=num_nodes * ranks_per_node,
         max_tokens=max_tokens,
         topk=topk,
         num_experts=num_experts,
         row_bytes=row_bytes,
         scale_bytes=scale_bytes,
     )
+
+
+def _beyond(
+    ranks: dict[str, tuple[int, int]],
+    *,
+    num_ranks: int,
+    max_tokens: int,
+    topk: int,
+    num_experts: int,
+    row_bytes: int,
+    scale_bytes: int,
+) -> list[str]:
+    beyond = []
+    if row_bytes % ROW_ALIGN:
+        beyond.append(f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes}")
+    most = {
+        **ranks,
+        "topk": (topk, MAX_TOPK),
+        "num_experts": (num_experts, MAX_EXPERTS),
+        "experts of a rank": (num_experts // num_ranks, MAX_LOCAL_EXPERTS),
+        "scale_bytes": (scale_bytes, MAX_SCALE_BYTES),
+        "ranks * max_tokens * topk": (num_ranks * max_tokens * topk, MAX_ROWS),
+    }
+    beyond += [
+        f"{name} must be at most {limit}, got {value}"
+        for name, (value, limit) in most.items()
+        if value > limit
+    ]
+    return beyond

@@ -21,6 +21,7 @@ from hybrid_ep._version import __version__
 from hybrid_ep.fabric import Port, nccl_files, read_ports
 
 EXTENSION = "hybrid_ep._nvlink"
+NETWORK_EXTENSION = "hybrid_ep._nvshmem"
 
 # Variables that change what the library, or what carries it, does; other NCCL_ ones are shown too.
 ENVIRONMENT = (
@@ -75,6 +76,8 @@ class Facts:
         nvshmem: wheel and version, or NVSHMEM_HOME and version.
         extension: path of the built extension module.
         extension_error: why it does not load.
+        network_extension: path of the built extension module of several nodes.
+        network_extension_error: why it does not load.
         peer_access: ``[i][j]``, GPU i may load and store the memory of GPU j.
         topology: the matrix of ``nvidia-smi topo -m``.
         network_cards: InfiniBand and RoCE devices; ports: what they have.
@@ -108,6 +111,8 @@ class Facts:
     nvshmem: str | None = None
     extension: str | None = None
     extension_error: str | None = None
+    network_extension: str | None = None
+    network_extension_error: str | None = None
     gpus: tuple[Gpu, ...] = ()
     peer_access: tuple[tuple[bool, ...], ...] = ()
     topology: str | None = None
@@ -139,7 +144,7 @@ def gather_facts(environment: Mapping[str, str] = os.environ, root: Path = Path(
     cuda_error = _torch_cuda_error()
     usable = torch.version.cuda is not None and cuda_error is None
     num_gpus = torch.cuda.device_count() if usable else 0
-    extension = _find_extension()
+    extension, network_extension = map(_find_extension, (EXTENSION, NETWORK_EXTENSION))
     distributed = dist.is_available()
     return Facts(
         system=platform.system(),
@@ -159,6 +164,8 @@ def gather_facts(environment: Mapping[str, str] = os.environ, root: Path = Path(
         nvshmem=_nvshmem_version(environment),
         extension=extension,
         extension_error=load_error(extension) if extension else None,
+        network_extension=network_extension,
+        network_extension_error=_network_load_error() if network_extension else None,
         gpus=tuple(_gpus_of_torch(num_gpus, driver_gpus)),
         peer_access=tuple(
             tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus))
@@ -242,8 +249,8 @@ def _package_version(name: str) -> str | None:
         return None
 
 
-def _find_extension() -> str | None:
-    found = importlib.util.find_spec(EXTENSION)
+def _find_extension(name: str) -> str | None:
+    found = importlib.util.find_spec(name)
     return found.origin if found else None
 
 
@@ -254,9 +261,18 @@ def load_error(path: str) -> str | None:
         "import importlib.util as u, sys; s = u.spec_from_file_location(*sys.argv[1:]); "
         "s.loader.exec_module(u.module_from_spec(s))"
     )
+    return _error_of(program, name, path)
+
+
+def _network_load_error() -> str | None:
+    """The same with NVSHMEM under it, whose version must fit."""
+    return _error_of("from hybrid_ep.backends import nvshmem; nvshmem.load_extension()")
+
+
+def _error_of(program: str, *arguments: str) -> str | None:
     try:
         done = subprocess.run(
-            [sys.executable, "-c", program, name, path], capture_output=True, text=True, timeout=60
+            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=60
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH, check_counts, round_up
-from hybrid_ep.nvlink_sizes import REGION_ALIGN
+from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH, check_counts
 
-# To each of its rail peers; 8 x 2 x 32 records of 14 kB are 15 times what 50 GB/s carry in 10 us.
+# Config's defaults. 8 x 2 x 32 records of 14 kB are 15 times what 50 GB/s carry in 10 us.
 NETWORK_CHANNELS = 8
 NETWORK_CHUNK_TOKENS = 32
 NETWORK_WINDOW_CHUNKS = 2
@@ -17,8 +16,8 @@ NETWORK_WINDOW_CHUNKS = 2
 class Window:
     """What is under way over the network at once; bounded by credits, so it does not grow with T.
 
-    The design's proposal: tokens go to the rail peers in chunks, each channel on queue pairs of its
-    own, and a chunk is sent when its window at the receiver is free. Nothing of it is built yet.
+    Tokens go to the rail peers in chunks, each channel on queue pairs of its own, and a chunk is
+    sent when its slot at the receiver is free.
 
     Attributes:
         channels: queue pairs to each rail peer.
@@ -27,7 +26,6 @@ class Window:
         queue_pairs: of one rank.
         entries: of a queue in use at once, at most: a put for each token, a signal for each chunk.
         queue_depth: what NVSHMEM_QP_DEPTH must be at least.
-        num_bytes: symmetric memory of a rank's windows, for dispatch and combine.
     """
 
     channels: int
@@ -36,14 +34,11 @@ class Window:
     queue_pairs: int
     entries: int
     queue_depth: int
-    num_bytes: int
 
 
 def network_window(
     *,
     num_nodes: int,
-    record: int,
-    sum_bytes: int,
     channels: int,
     chunk_tokens: int,
     window_chunks: int,
@@ -52,8 +47,6 @@ def network_window(
 
     Args:
         num_nodes: nodes, each with one rail peer.
-        record: bytes of a token on its way out.
-        sum_bytes: bytes of a sum on its way home.
         channels: queue pairs to each rail peer.
         chunk_tokens: tokens that share a signal and a credit.
         window_chunks: chunks under way in a channel.
@@ -73,7 +66,6 @@ def network_window(
             f"chunk_tokens={chunk_tokens})"
         )
     rail_peers = num_nodes - 1
-    tokens = channels * window_chunks * chunk_tokens
     return Window(
         channels=channels,
         chunk_tokens=chunk_tokens,
@@ -81,5 +73,4 @@ def network_window(
         queue_pairs=rail_peers * channels,
         entries=entries,
         queue_depth=max(MIN_QUEUE_DEPTH, 1 << (entries - 1).bit_length()),
-        num_bytes=rail_peers * tokens * (round_up(record, REGION_ALIGN) + round_up(sum_bytes, 16)),
     )

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 HOST_LIBRARY = "libnvshmem_host.so.3"
 
 
-def find_home(environment: Mapping[str, str]) -> Path | None:
+def find_home(environment: Mapping[str, str] | None = None) -> Path | None:
     """The folder with NVSHMEM's ``include`` and ``lib``: NVSHMEM_HOME, else that of a wheel."""
-    if home := environment.get("NVSHMEM_HOME"):
+    if home := (os.environ if environment is None else environment).get("NVSHMEM_HOME"):
         return Path(home)
     try:
         found = importlib.util.find_spec("nvidia.nvshmem")
@@ -22,7 +23,7 @@ def find_home(environment: Mapping[str, str]) -> Path | None:
     return Path(folders[0]) if folders else None
 
 
-def load_host_library(environment: Mapping[str, str]) -> None:
+def load_host_library(environment: Mapping[str, str] | None = None) -> None:
     """Load the library that ``hybrid_ep._nvshmem`` is linked with.
 
     Raises:

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
-from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, check_counts, round_up
+from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, beyond_nvshmem, check_counts, round_up
 from hybrid_ep.network_window import (
     NETWORK_CHANNELS,
     NETWORK_CHUNK_TOKENS,
@@ -22,6 +22,7 @@ from hybrid_ep.network_window import (
     network_window,
 )
 from hybrid_ep.nvlink_sizes import handle_bytes, record_bytes, symmetric_regions
+from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
 
@@ -85,14 +86,14 @@ class Plan:
     """What one rank needs and moves; made by ``make_plan``.
 
     Attributes:
-        regions: symmetric memory by region, bytes; of several nodes the part within a node.
-        handle_bytes: a live handle's layout on the nvlink backend.
+        regions: symmetric memory by region, bytes.
+        handle_bytes: a live handle's layout on the nvlink backend, of several nodes on nvshmem.
         torch_layout_bytes: the same on the torch backend.
         push_bytes: the receive buffer of a library that pushes (tokens x ranks rows), to compare.
         copies: ranks that a token goes to, its own included; nodes: likewise.
         rows: rows that dispatch returns on one rank, padding included.
         row_bytes: bytes of such a row with its scales.
-        beyond_nvlink: the limits of the nvlink backend that the shape exceeds; empty if it fits.
+        beyond: the limits of that backend that the shape exceeds; empty if it fits.
         window: what is under way over the network; None with one node.
     """
 
@@ -117,7 +118,7 @@ class Plan:
     row_bytes: int
     dispatch: Phase
     combine: Phase
-    beyond_nvlink: list[str]
+    beyond: list[str]
     window: Window | None
 
     @property
@@ -253,7 +254,8 @@ def make_plan(
         align=align,
         num_sms=num_sms,
         node_limit=node_limit,
-        regions=symmetric_regions(
+        regions=_regions(
+            num_nodes,
             ranks_per_node=ranks_per_node,
             num_local_experts=num_local_experts,
             max_tokens=tokens,
@@ -261,9 +263,12 @@ def make_plan(
             topk=topk,
             itemsize=itemsize,
             scale_bytes=scale_bytes,
+            chunk_tokens=chunk_tokens,
+            window=channels * window_chunks,
         ),
-        handle_bytes=handle_bytes(
-            num_ranks=num_ranks,
+        handle_bytes=_handle_bytes(
+            num_nodes,
+            ranks_per_node=ranks_per_node,
             num_local_experts=num_local_experts,
             max_tokens=tokens,
             topk=topk,
@@ -280,7 +285,7 @@ def make_plan(
             round_up(sum_bytes, 16),
             [_bound("SM loads", loads, sm_gbs)],
         ),
-        beyond_nvlink=beyond_nvlink(
+        beyond=(beyond_nvlink if num_nodes == 1 else beyond_nvshmem)(
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             max_tokens=tokens,
@@ -293,13 +298,31 @@ def make_plan(
         if num_nodes == 1
         else network_window(
             num_nodes=num_nodes,
-            record=record,
-            sum_bytes=sum_bytes,
             channels=channels,
             chunk_tokens=chunk_tokens,
             window_chunks=window_chunks,
         ),
     )
+
+
+def _regions(
+    num_nodes: int, *, ranks_per_node: int, chunk_tokens: int, window: int, **sizes: int
+) -> dict[str, int]:
+    if num_nodes == 1:
+        return symmetric_regions(ranks_per_node=ranks_per_node, **sizes)
+    return relay_regions(
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        chunk_tokens=chunk_tokens,
+        window=window,
+        **sizes,
+    )
+
+
+def _handle_bytes(num_nodes: int, *, ranks_per_node: int, **sizes: int) -> int:
+    if num_nodes == 1:
+        return handle_bytes(num_ranks=ranks_per_node, **sizes)
+    return relay_handle_bytes(num_nodes=num_nodes, ranks_per_node=ranks_per_node, **sizes)
 
 
 def _bound(limit: str, num_bytes: float, gbs: float) -> Bound:

@@ -1,8 +1,8 @@
 """How a dispatch across nodes grows: tables of plans and of simulated pipelines.
 
 Weak scaling: every rank keeps its tokens, the nodes grow in number. The shape is DeepSeek-V3's
-unless another is given. Several nodes do not run on the network yet (there is no nvshmem backend):
-the first table is arithmetic, the second a model that awaits comparison with a measurement.
+unless another is given. The first table is arithmetic, the second a model that awaits comparison
+with a measurement.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int sour
                            uint64_t epoch) {
     const auto& b = p.context.buffer;
     const int width = b.num_local_experts + 1;
-    const char* mine = p.context.peers.base[p.context.rank];
+    const char* mine = p.context.mine();
     for (int s = 0; s < b.num_ranks; ++s) {
         auto* counts = reinterpret_cast<const uint16_t*>(mine + b.counts_of(epoch, s));
         for (int i = threadIdx.x; i < b.num_chunks * width; i += kThreads) {
@@ -117,9 +117,9 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
     const int first_expert = p.context.rank * b.num_local_experts;
     const int in_chunk = threadIdx.x;
     const bool active = in_chunk < kChunkTokens;
-    auto* experts = reinterpret_cast<const int16_t*>(p.context.peers.base[p.context.rank] +
-                                                     b.experts_of(epoch, source)) +
-                    (int64_t(chunk) * kChunkTokens + in_chunk) * b.topk;
+    auto* experts =
+        reinterpret_cast<const int16_t*>(p.context.mine() + b.experts_of(epoch, source)) +
+        (int64_t(chunk) * kChunkTokens + in_chunk) * b.topk;
 
     layout::Copy copy{};
     int rank_end = 0;  // experts below it belong to ranks already counted
@@ -179,8 +179,8 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
     const int words = 3 * (b.num_local_experts + 1) + b.num_local_experts * kMaskWords;
     for (int i = threadIdx.x; i < words; i += kThreads) smem.before[i] = 0;
     const Stopwatch waiting(p.context.trace);
-    if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kRoute,
-                        p.num_publish_blocks, epoch, b.topk & 0xFFFF, watch)) {
+    if (!wait_all_flags(p.context.mine(), b, Phase::kRoute, p.num_publish_blocks, epoch,
+                        b.topk & 0xFFFF, watch)) {
         return;
     }
     waiting.stop(Span::kAwaitRouting, epoch);

@@ -247,9 +247,9 @@ __device__ bool sum_chunk(const SumsCall& s, const Network& network, WarpRing& r
     const NodeContext& c = s.c;
     const Turn turn = c.relay.turn(s.call, chunk);
     bool good = true;
-    if (lane_id() < c.relay.num_nodes) {
-        good = wait_slot(c, s.wait(c.flag_at(c.relay.flag(Slot::kSummed, lane_id(), turn.slot)),
-                                   turn, c.rail_peer(lane_id()), Patience::kForOthers));
+    for (int node = lane_id(); good && node < c.relay.num_nodes; node += kWarp) {
+        good = wait_slot(c, s.wait(c.flag_at(c.relay.flag(Slot::kSummed, node, turn.slot)), turn,
+                                   c.rail_peer(node), Patience::kForOthers));
     }
     if (!all_lanes(good)) return false;
     const int first = s.first_token(chunk);

@@ -19,6 +19,10 @@ struct Context {
     layout::HandleLayout handle;
     Watch watch;
     Trace trace;
+
+    // Where ranks of several nodes are more than a node has, of the peers mine alone is set.
+    HYBRID_EP_HD char*& mine() { return peers.base[rank % layout::kMaxRanks]; }
+    HYBRID_EP_HD char* mine() const { return peers.base[rank % layout::kMaxRanks]; }
 };
 
 struct PublishRoutingParams {

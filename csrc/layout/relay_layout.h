@@ -21,7 +21,6 @@ namespace hybrid_ep::layout {
 
 constexpr int kMaxChunkTokens = 32;  // of a slot: a lane per token
 constexpr int kMaxNodeRanks = 32;    // of a node among several: a bit per rank
-constexpr int kMaxNodes = 32;        // a lane per node
 
 // What a flag says of a slot. Those named after a rank are written by it, one for each.
 enum class Slot : int {

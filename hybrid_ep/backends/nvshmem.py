@@ -40,7 +40,7 @@ def load_extension() -> None:
     global _nvshmem
     if _nvshmem is not None:
         return
-    load_host_library(os.environ)
+    load_host_library()
     try:
         from hybrid_ep import _nvshmem as extension
     except ImportError as error:
@@ -288,8 +288,6 @@ def _set_environment(buffer: Buffer, heap_bytes: int) -> None:
     config = buffer.config
     window = network_window(
         num_nodes=buffer.topology.num_nodes,
-        record=buffer.row_capacity,
-        sum_bytes=buffer.inbox_row_bytes,
         channels=config.network_channels,
         chunk_tokens=config.network_chunk_tokens,
         window_chunks=config.network_window_chunks,

@@ -8,8 +8,8 @@ values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
   hybrid-ep plan --simulate    its chunks across 2, 4 and 8 nodes: time, overlap, credits needed
 
 These two take the sizes given and DeepSeek-V3's for the others, in bf16 and in fp8 (with a scale of
-4 bytes for 128 values), with uniform routing and with a node limit (4). There is no nvshmem backend
-yet: what they say of the network is a model that awaits comparison with a measurement.
+4 bytes for 128 values), with uniform routing and with a node limit (4). No network was
+there to measure the nvshmem backend on: what they say of it is a model that awaits comparison.
 """
 
 from __future__ import annotations
@@ -55,8 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tables.add_argument(
         "--simulate",
         action="store_true",
-        help="model the chunks across 2, 4 and 8 nodes; not yet compared with a measurement, as "
-        "the nvshmem backend does not exist yet",
+        help="model the chunks across 2, 4 and 8 nodes; not yet compared with a measurement",
     )
     sizes = parser.add_argument_group("sizes, the first five required for one plan")
     for name, what in zip(SIZES, SIZES_HELP, strict=True):
@@ -235,14 +234,11 @@ def _print_plan(plan: Plan) -> None:
                 f"With a network card of {phase.balance_gbs:,.0f} GB/s both sides would take as "
                 "long: below, the network is the longer\none, above, NVLink.\n"
             )
-    if plan.beyond_nvlink:
-        print(f"The nvlink backend cannot run this: {'; '.join(plan.beyond_nvlink)}.")
+    if plan.beyond:
+        backend = "nvlink" if plan.num_nodes == 1 else "nvshmem"
+        print(f"The {backend} backend cannot run this: {'; '.join(plan.beyond)}.")
     if plan.window is not None:
-        print_table("network, as designed", ("what", "size", "note"), _window(plan.window))
-        print(
-            "Several nodes: symmetric memory is the part within a node; the network backend, whose "
-            "windows\nwould add to it, is not part of this version."
-        )
+        print_table("network", ("what", "size", "note"), _window(plan.window))
 
 
 def _memory(plan: Plan) -> Rows:
@@ -251,16 +247,20 @@ def _memory(plan: Plan) -> Rows:
         "routing_inbox": "the peers' top-k, 2 calls",
         "inbox": "reduced rows that come home",
         "value_inbox": "gradients of weights that come home",
-        "flags": "",
+        "relay_window": "tokens from rail peers, until my node has pulled them",
+        "push_window": "sums of my node's ranks, on their way to rail peers",
+        "push_values": "gradients of weights beside them",
+        "outgoing": "sums of my node, until they are at home",
+        "home_window": "sums of each node for my tokens",
     }
-    one_node = " (nvlink, one node)" if plan.num_nodes > 1 else " (nvlink)"
+    backend = "nvshmem" if plan.num_nodes > 1 else "nvlink"
     return [
         *(
             (name.replace("_", " "), in_bytes(size), notes.get(name, ""))
             for name, size in plan.regions.items()
         ),
-        ("symmetric memory", in_bytes(plan.symmetric_bytes), f"sum of the above{one_node}"),
-        ("live handle", in_bytes(plan.handle_bytes), "each, nvlink backend"),
+        ("symmetric memory", in_bytes(plan.symmetric_bytes), f"sum of the above ({backend})"),
+        ("live handle", in_bytes(plan.handle_bytes), f"each, {backend} backend"),
         ("live handle", in_bytes(plan.torch_layout_bytes), "each, torch backend"),
         (
             "output rows",
@@ -283,7 +283,6 @@ def _window(window: Window) -> Rows:
             f"{window.queue_depth:,}",
             f"for {window.entries:,} entries; the tokens of a call do not matter",
         ),
-        ("windows", in_bytes(window.num_bytes), "what is under way to a rank"),
     ]
 
 

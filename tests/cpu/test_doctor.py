@@ -44,6 +44,7 @@ def two_h200(**changes: object) -> Facts:
         "nvcc": "13.0.88",
         "nvshmem": "nvidia-nvshmem-cu13 3.4.5",
         "extension": "hybrid_ep/_nvlink.so",
+        "network_extension": "hybrid_ep/_nvshmem.so",
         "gpus": (H200, H200),
         "peer_access": ((True, True), (True, True)),
     }
@@ -205,12 +206,14 @@ def test_what_costs_speed_is_a_remark() -> None:
 
 def test_nvshmem_is_announced_with_its_checks() -> None:
     facts = two_h200()
-    first, *rest = faults(facts, "nvshmem")
-    assert "Not part of this version yet" in first.advice
-    advice = " ".join(fault.advice for fault in rest)
+    advice = " ".join(fault.advice for fault in faults(facts, "nvshmem"))
     for cure in ("/sys/class/infiniband", "/dev/infiniband", "modprobe nvidia_peermem"):
         assert cure in advice
-    assert only_fault(with_cards(), "nvshmem").need == "the backend itself"
+    assert usable(with_cards()) == ["torch", "nvlink", "nvshmem"]
+    missing = only_fault(with_cards(network_extension=None), "nvshmem")
+    assert "as where nvcc or NVSHMEM is missing" in missing.advice
+    broken = only_fault(with_cards(network_extension_error="built with 3.4"), "nvshmem")
+    assert "does not load: built with 3.4" in broken.advice
     assert remarks(with_cards(), "nvshmem") == []
 
 
@@ -278,7 +281,7 @@ def test_Megatron_Bridge_5050_create_ah_of_an_old_nvshmem() -> None:
     assert '"Unable to create ah"' in fault.advice
     assert "pip install --upgrade nvidia-nvshmem-cu13" in fault.advice
     newer = with_cards(ports=(ROCE,), nvshmem="nvidia-nvshmem-cu13 3.5.19")
-    assert only_fault(newer, "nvshmem").need == "the backend itself"
+    assert faults(newer, "nvshmem") == []
 
 
 @pytest.mark.parametrize("variable", ["NCCL_IB_GID_INDEX", "NVSHMEM_IB_GID_INDEX"])
@@ -289,7 +292,7 @@ def test_Megatron_Bridge_5050_create_ah_of_an_empty_gid(variable: str) -> None:
     assert f"{variable}=3, and that entry of the GID table is empty on mlx5_1:1" in fault.advice
     assert '"Unable to create ah"' in fault.advice and "show_gids" in fault.advice
     network["environment"] = {variable: "1"}
-    assert only_fault(with_cards(**network), "nvshmem").need == "the backend itself"
+    assert faults(with_cards(**network), "nvshmem") == []
 
 
 def test_DeepEP_128_no_way_from_the_card_to_gpu_memory() -> None:
@@ -297,7 +300,7 @@ def test_DeepEP_128_no_way_from_the_card_to_gpu_memory() -> None:
     assert '"neither nv_peer_mem, or nvidia_peermem detected"' in fault.advice
     assert "modprobe nvidia_peermem" in fault.advice
     ready = with_cards(dma_buf=False, peer_memory_module=True)
-    assert only_fault(ready, "nvshmem").need == "the backend itself"
+    assert faults(ready, "nvshmem") == []
 
 
 def test_DeepEP_128_the_gpu_may_not_ring_the_bell() -> None:
@@ -317,8 +320,7 @@ def test_ports_without_a_link() -> None:
 
 
 def only_fault_of_the_network(facts: Facts) -> Finding:
-    _, fault = faults(facts, "nvshmem")
-    return fault
+    return only_fault(facts, "nvshmem")
 
 
 def test_DeepEP_724_settings_are_shown_and_what_is_not_followed_is_said() -> None:

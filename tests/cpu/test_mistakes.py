@@ -213,7 +213,7 @@ BUFFERS = [
     ({"topk": -1}, "topk must be an integer of at least 1, got -1"),
     ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
     ({"scale_bytes": -1}, "scale_bytes must be an integer of at least 0, got -1"),
-    ({"backend": "nccl"}, "backend must be one of auto, torch, nvlink, got 'nccl'"),
+    ({"backend": "nccl"}, "backend must be one of auto, torch, nvlink, nvshmem, got 'nccl'"),
     ({"ranks_per_node": 0}, "ranks_per_node must divide the number of ranks, got ranks_per_node=0"),
     ({"ranks_per_node": 2}, "got ranks_per_node=2 with 1 ranks"),
 ]

@@ -60,11 +60,14 @@ def test_DeepEP_487_of_several_failures_the_first_rank_is_told(world):
 
 def test_DeepEP_596_ranks_of_two_hosts_are_counted_by_where_they_are(world):
     """All three say that they are one node; that two of them are elsewhere is seen on all."""
-    for told in build(world, "auto", hosts=("a host", "another host", "another host")):
-        assert told["backend"] == "torch"
-        assert "rank 1: it is on another host than rank 0" in told["describe"]
-        assert "3, 1 node(s) of 3" in told["describe"]
+    hosts = ("a host", "another host", "another host")
+    for told in build(world, "nvlink", hosts=hosts, ranks_per_node=3):
+        assert "rank 1: it is on another host than rank 0" in told["error"]
         assert told["calls"] == [], "memory was allocated before the ranks agreed"
+    for told in build(world, "auto", hosts=hosts):
+        assert told["backend"] == "torch"
+        assert "the nvshmem backend cannot run" in told["describe"]
+        assert "3, 1 node(s) of 3" in told["describe"], "hosts of unequal size are no nodes"
 
 
 def test_RL_4038_the_transport_is_chosen_when_the_buffer_is_built(world):

@@ -130,8 +130,9 @@ def test_a_failure_of_NVSHMEM_is_an_exception(extension):
 def test_limits_are_said_by_name():
     shape = {"max_tokens": 16, "topk": 2, "num_experts": 66, "row_bytes": 64, "scale_bytes": 0}
     assert beyond_nvshmem(num_nodes=2, ranks_per_node=3, **shape) == []
-    assert beyond_nvshmem(num_nodes=33, ranks_per_node=1, **shape) == [
-        "the number of nodes must be at most 32, got 33"
+    assert beyond_nvshmem(num_nodes=128, ranks_per_node=8, **shape) == []
+    assert beyond_nvshmem(num_nodes=129, ranks_per_node=8, **shape) == [
+        "the number of ranks must be at most 1024, got 1032"
     ]
     assert beyond_nvshmem(num_nodes=1, ranks_per_node=33, **shape) == [
         "ranks_per_node must be at most 32, got 33"

@@ -306,7 +306,7 @@ def test_1024_ranks_are_instant() -> None:
     assert plan.num_nodes == 128
 
 
-# ---- limits of the nvlink backend
+# ---- limits of the backends
 
 
 @pytest.mark.parametrize(
@@ -320,15 +320,15 @@ def test_1024_ranks_are_instant() -> None:
             {"max_tokens": 2**27},
             ["ranks * max_tokens * topk must be at most 1073741823, got 10737"],
         ),
-        ({"ranks_per_node": 2}, ["it serves one node, the ranks are on 2"]),
+        ({"ranks_per_node": 2}, []),  # nvshmem
         (
-            {"num_ranks": 160, "ranks_per_node": 80, "num_experts": 160},
-            ["it serves one node, the ranks are on 2", "the number of ranks must be at most 72"],
+            {"num_ranks": 1280, "ranks_per_node": 40, "num_experts": 1280},
+            ["the number of ranks must be at most 1024", "ranks_per_node must be at most 32"],
         ),
     ],
 )
 def test_names_the_limits_that_a_shape_exceeds(changes: dict, says: list[str]) -> None:
-    beyond = small(**changes).beyond_nvlink
+    beyond = small(**changes).beyond
     assert len(beyond) == len(says)
     assert all(text.startswith(start) for text, start in zip(beyond, says, strict=True))
 
@@ -363,11 +363,22 @@ def test_Megatron_LM_3999_windows_counted_by_hand() -> None:
     assert window.queue_pairs == 3 * 4  # one rail peer on each of three other nodes
     assert window.entries == 3 * 101
     assert window.queue_depth == 512
-    # records of 14336 + 32 bytes begin a cache line each; sums of 14336
-    assert window.num_bytes == 3 * 4 * 3 * 100 * (14464 + 14336)
     assert make_plan(**TWO_NODES, max_tokens=1, chunk_tokens=1, window_chunks=1).window == (
-        Window(8, 1, 1, queue_pairs=8, entries=2, queue_depth=128, num_bytes=8 * (14464 + 14336))
+        Window(8, 1, 1, queue_pairs=8, entries=2, queue_depth=128)
     )
+
+
+def test_memory_of_several_nodes_counted_by_hand() -> None:
+    shape = {**TWO_NODES, "num_ranks": 32, "max_tokens": 4096}
+    regions = make_plan(**shape, channels=4, chunk_tokens=16, window_chunks=3).regions
+    tokens = 4 * (4 * 3) * 16  # of four nodes' windows
+    # records of 14336 + 32 bytes begin a cache line each, sums with their values too
+    assert regions["outbox"] == 2 * 4096 * 14464
+    assert regions["relay_window"] == tokens * 14464
+    assert regions["push_window"] == tokens * 8 * 14336
+    assert regions["outgoing"] == regions["home_window"] == tokens * 14464
+    assert regions["push_values"] == tokens * 8 * 4
+    assert "inbox" not in regions
 
 
 def test_Megatron_LM_3999_one_node_has_no_queues() -> None:
@@ -513,7 +524,7 @@ def test_command_says_what_nvlink_cannot_run(capsys: pytest.CaptureFixture) -> N
     assert line in capsys.readouterr().out
     assert run_command(*one_node, "--topk", "40", "--json") == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["beyond_nvlink"] == ["topk must be at most 32, got 40"]
+    assert plan["beyond"] == ["topk must be at most 32, got 40"]
 
 
 def test_command_writes_json(tmp_path, capsys: pytest.CaptureFixture) -> None:
@@ -550,7 +561,7 @@ def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.Captur
             assert f"{dtype} a row, {routing}\n" in text
     assert len(re.findall(r"^  1,024 +1,024 ", text, re.MULTILINE)) == 4
     assert text.count("The network is the longer side from 16 ranks on.") == 4
-    assert "There is no nvshmem backend yet: this is a model that awaits" in text
+    assert "this is a model that awaits" in text
 
 
 def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture) -> None:
@@ -563,7 +574,7 @@ def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture
         for routing, nodes in [*(("uniform", n) for n in "248"), ("at most 4 nodes", "8")]
     ]
     assert "chunks of 32 tokens, 16 credits" in text
-    assert "There is no nvshmem backend yet: this is a model that awaits" in text
+    assert "this is a model that awaits" in text
 
 
 def test_tables_as_json_say_that_they_are_a_model(capsys: pytest.CaptureFixture) -> None:
