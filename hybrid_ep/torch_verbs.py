@@ -236,7 +236,7 @@ def _(
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    x, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
+    _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
     ctx.save_for_backward(layout)
     ctx.with_weights = weights is not None
 
