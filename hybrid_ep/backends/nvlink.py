@@ -94,7 +94,6 @@ class NvlinkBackend:
         self._current_stream = _stream_reader(buffer.device)
         self._last_stream: torch.cuda.Stream | None = None
         self._last_address = -1  # of the last stream; 0 is the default one's
-        self._int32 = torch.empty(0, dtype=torch.int32, device=buffer.device)  # to make others
 
         # channels are counted by flags, so all ranks have as many
         num_sms = min(buffer.gather(_num_sms(buffer.device)))
@@ -185,7 +184,8 @@ class NvlinkBackend:
         if exact and torch.cuda.is_current_stream_capturing():
             raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
-        experts, words = self._num_local_experts, self._int32.new_empty
+        experts = self._num_local_experts
+        words = functools.partial(topk_idx.new_empty, dtype=torch.int32)
         made = Route(words(self.layout_size), words(experts), words(experts + 1), words(()))
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
