@@ -185,8 +185,9 @@ class NvlinkBackend:
             raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
-        words = functools.partial(topk_idx.new_empty, dtype=torch.int32)
-        made = Route(words(self.layout_size), words(experts), words(experts + 1), words(()))
+        layout = topk_idx.new_empty(self.layout_size, dtype=torch.int32)
+        words = layout.new_empty
+        made = Route(layout, words(experts), words(experts + 1), words(()))
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
@@ -199,7 +200,7 @@ class NvlinkBackend:
             stream,
         )
         if exact:
-            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
+            self._tickets[layout.data_ptr()] = self._last_ticket = ticket
         return made
 
     def dispatch(
