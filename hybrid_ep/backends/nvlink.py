@@ -220,7 +220,7 @@ class NvlinkBackend:
         row_bytes = hidden * x.element_size()
         num_scales = 0 if scales is None else scales.shape[1]
         scale_bytes = 0 if scales is None else num_scales * scales.element_size()
-        self._runtime.publish(
+        sent = (
             x.data_ptr(),
             x.stride(0) * x.element_size(),
             row_bytes,
@@ -231,8 +231,8 @@ class NvlinkBackend:
             scale_bytes,
             num_tokens,
             layout.data_ptr(),
-            stream,
         )
+        self._runtime.publish(*sent, stream)
         if num_rows is None:
             num_rows = self._required_rows(layout, stream)
         rows = x.new_empty(num_rows, hidden)

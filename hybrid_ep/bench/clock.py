@@ -34,7 +34,10 @@ class Call:
         us: of the slowest rank, by iteration; filled in by the clock.
         us_of_fastest: of the fastest rank, likewise.
         host_us: the same, of the host alone; empty on the CPU, where it is no other.
+        rank_us: median of each rank.
         bare: the all_to_all that took turns with it.
+        kernels_us: its kernels alone, on the slowest rank, median; None where nothing was traced.
+        phases_us: of each phase of ``hybrid_ep.trace.PhaseTimes``, likewise.
     """
 
     backend: str
@@ -49,7 +52,10 @@ class Call:
     us: tuple[float, ...] = ()
     us_of_fastest: tuple[float, ...] = ()
     host_us: tuple[float, ...] = ()
+    rank_us: tuple[float, ...] = ()
     bare: Call | None = None
+    kernels_us: float | None = None
+    phases_us: dict[str, float] | None = None
 
 
 class Clock:
@@ -76,11 +82,13 @@ class Clock:
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
         of_ranks = torch.tensor(everybody, dtype=torch.float64)  # [rank, call, iteration, 2]
+        medians = of_ranks[..., 0].quantile(0.5, dim=2).t().tolist()  # [call][rank]
         slowest, fastest = of_ranks.amax(dim=0), of_ranks.amin(dim=0)
         bare = {call.op: call for call in calls if call.backend == "all_to_all"}
-        for call, took, least in zip(calls, slowest, fastest, strict=True):
+        for call, took, least, of_rank in zip(calls, slowest, fastest, medians, strict=True):
             call.us, host_us = (tuple(column) for column in took.t().tolist())
             call.us_of_fastest = tuple(least[:, 0].tolist())
+            call.rank_us = tuple(of_rank)
             call.host_us = host_us if self.device.type == "cuda" else ()
             call.bare = bare.get(call.op)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from hybrid_ep.bench.ceilings import measure_ceilings
 from hybrid_ep.bench.clock import Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, Traffic, make_inputs
 from hybrid_ep.bench.options import Options, Shape
+from hybrid_ep.bench.phases import add_phases
 from hybrid_ep.bench.records import make_record
 from hybrid_ep.config import Config
 
@@ -62,12 +65,25 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
             continue
         key = (buffer.backend, sizing, None if buffer.backend == "torch" else sms)
         if key not in done:
-            calls = list(library_calls(buffer, shape, inputs, sizing, traffic, options))
+            make_calls = functools.partial(
+                library_calls,
+                shape=shape,
+                inputs=inputs,
+                sizing=sizing,
+                traffic=traffic,
+                options=options,
+            )
+            calls = list(make_calls(buffer))
             # plain torch runs once; the bare one in every setting, for the ratios, reported once
             baselines = [] if done else [*bare, *plain]
             clock.take_turns(
                 [*(baselines or bare), *calls], iters=options.iters, warmup=options.warmup
             )
+            if buffer.backend == "nvlink":
+                traced = make_buffer(shape, device, backend, replace(config, trace=True))
+                add_phases(calls, traced, list(make_calls(traced)), clock)
+                dist.barrier()
+                traced.destroy()
             report["records"] += [
                 make_record(call, shape, key[2], traffic, options, report["ceilings"])
                 for call in [*baselines, *calls]
