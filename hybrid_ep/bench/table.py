@@ -35,16 +35,14 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
     for line in _ceilings(report["ceilings"]):
         print(line)
-    _print_if_any("phases of a fresh call, us", PHASES, _phases(report["records"]))
-    _print_if_any("time by tokens: a fixed part, and a rate", GROWTH, _growth(report["records"]))
+    print()
+    if phases := list(_phases(report["records"])):
+        tables.print_table("phases of a fresh call, us", PHASES, phases)
+    if growth := list(_growth(report["records"])):
+        title = "time by tokens: a fixed part, and a rate"
+        tables.print_table(title, GROWTH, growth, texts=len(TEXTS))
     for reason in skipped:
         print(f"skipped: {reason}")
-
-
-def _print_if_any(title: str, header: Sequence[str], rows: Iterable[list[str]]) -> None:
-    if rows := list(rows):
-        print()
-        tables.print_table(title, header, rows, texts=len(TEXTS))
 
 
 def _phases(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
