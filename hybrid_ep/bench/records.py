@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.clock import Call
-from hybrid_ep.bench.inputs import Traffic
+from hybrid_ep.bench.inputs import CopyCounts
 from hybrid_ep.bench.options import BASELINES, Options, Shape
 
 
@@ -24,7 +24,7 @@ def make_record(
     call: Call,
     shape: Shape,
     sms: int | None,
-    traffic: Traffic,
+    copy_counts: CopyCounts,
     options: Options,
     ceilings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -54,7 +54,7 @@ def make_record(
         "host_us": host_us,
         "kernels_us": call.kernels_us,
         "phases_us": call.phases_us,
-        "rows": traffic.most_rows,
+        "rows": copy_counts.most_rows,
         "nvlink_bytes": call.link_bytes,
         "gbps": gbps,
         "ceiling_gbps": ceiling,
