@@ -39,7 +39,7 @@ except ImportError:  # a torch that keeps them elsewhere: there is always somebo
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
-_PART = 1 << 24  # elements of a product in float32 that are alive at once: 64 MB
+_PART = 1 << 25  # elements of a product in float32 that is alive at once: 128 MB
 
 
 def route(
@@ -305,21 +305,20 @@ def _weighted_backward(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Te
     a compiler makes none anyhow, and a second derivative needs ``grads`` as they are.
     """
     if _watched(rows, weights, grads) or torch.is_grad_enabled():
-        return _weigh(rows, weights, grads)
-    grad_weights = torch.empty_like(weights)
+        grad_rows = (grads * weights.unsqueeze(1)).to(grads.dtype)
+        return grad_rows, _row_dots(rows, grads, weights.dtype)
     step = max(1, _PART // max(1, rows.shape[1]))
-    for begin in range(0, rows.shape[0], step):
-        part = slice(begin, begin + step)
-        grads[part], grad_weights[part] = _weigh(rows[part], weights[part], grads[part])
-    return grads, grad_weights
+    dots = []
+    for row, weight, grad in zip(*(t.split(step) for t in (rows, weights, grads)), strict=True):
+        dots.append(_row_dots(row, grad, weight.dtype))
+        grad.mul_(weight.unsqueeze(1))  # in weight's dtype, rounded once
+    return grads, torch.cat(dots)
 
 
-def _weigh(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """``weights * grads``, and each row's product with its gradient, both in weights' dtype inside.
+def _row_dots(rows: Tensor, grads: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[M]``: dot product of each row and its gradient, accumulated in ``dtype``.
 
     The gradient of padding is zero; what the experts left there, perhaps NaN, does not count.
     """
-    wide = grads.to(weights.dtype)
-    dots = (rows.to(weights.dtype) * wide).sum(dim=1)
-    grad_weights = torch.where(grads.any(dim=1), dots, 0.0)
-    return (wide * weights.unsqueeze(1)).to(grads.dtype), grad_weights
+    dots = (grads.to(dtype) * rows).sum(dim=1)
+    return torch.where(grads.any(dim=1), dots, 0.0)
