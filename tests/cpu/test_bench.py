@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -19,7 +20,7 @@ from hybrid_ep.__main__ import main
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.charts import _phase_bars, plot
-from hybrid_ep.bench.clock import Call, Clock
+from hybrid_ep.bench.clock import HOST_CALLS, Call, Clock
 from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
@@ -134,6 +135,20 @@ def test_records(world: Callable[[int], Pool]) -> None:
         else:
             assert record["max_rows"] == 128, "what the largest rank needs, rounded up"
         assert record["sms"] is None, "the torch backend uses none"
+
+
+def time_host(me: Rank) -> tuple[list[int], tuple[float, ...]]:
+    made = []
+    call = Call("torch", "dispatch", "cached", lambda i: functools.partial(made.append, i), 1)
+    return made, Clock(me.device).time_host(call)
+
+
+def test_the_host_is_timed_over_calls_in_a_row(world: Callable[[int], Pool]) -> None:
+    results = world(2).run(time_host)
+    for made, us in results:
+        assert made == [i % bench.NUM_INPUTS for i in range(HOST_CALLS)]
+        assert len(us) == HOST_CALLS
+        assert us == results[0][1], "of one rank, for all"
 
 
 def test_one_rank(world: Callable[[int], Pool]) -> None:
