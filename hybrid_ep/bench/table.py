@@ -30,9 +30,7 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     tables.print_table(title, (*TEXTS, *NUMBERS), rows, texts=len(TEXTS))
     print("ranks' us: medians of the fastest and of the slowest rank.")
     print("kernels us: from the first block to the last, by the GPU, traced in other calls.")
-    print(
-        "host us: how long a call among others held the host; - where it waits for the GPU."
-    )
+    print("host us: how long a call among others held the host; - where it waits for the GPU.")
     print("GB/s: what the busiest rank sends or receives, own tokens not counted.")
     print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
     for line in _ceilings(report["ceilings"]):

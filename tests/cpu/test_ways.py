@@ -40,10 +40,12 @@ class Layer:
 
     def __init__(self, alone, case: Case) -> None:
         self.case, self.buffer = case, alone.buffer(**case.sizes())
-        inputs = case.inputs(0)
-        self.x = case.values(0, "x", len(inputs.x)).requires_grad_()
-        self.weights = inputs.weights.requires_grad_()
-        self.topk_idx, self.scales = inputs.topk_idx, inputs.scales
+        inputs, device = case.inputs(0), alone.device
+        self.x = case.values(0, "x", len(inputs.x)).to(device).requires_grad_()
+        self.weights = inputs.weights.to(device).requires_grad_()
+        self.topk_idx = inputs.topk_idx.to(device)
+        self.scales = None if inputs.scales is None else inputs.scales.to(device)
+        self.grad_y = case.values(0, "grad y", len(inputs.x)).to(device)
         self.sizing = {"max_rows": oracle.max_rows(case), "align": case.align}
 
     def __call__(self, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
@@ -59,9 +61,10 @@ class Layer:
 
     def with_gradients(self) -> list[Tensor]:
         outputs = self(self.x, self.weights)
-        grad_y = self.case.values(0, "grad y", len(self.x))
-        grads = torch.autograd.grad(outputs[0], (self.x, self.weights), grad_y)
-        return [*outputs, *grads]
+        return [*outputs, *self.gradients(outputs)]
+
+    def gradients(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs[0], (self.x, self.weights), self.grad_y)
 
 
 @params(CASES)
@@ -204,10 +207,7 @@ def test_hooks_see_everything_that_is_saved(alone, way):
     layouts = [t for t in packed if t.shape == (layer.buffer.layout_size,)]
     assert len(layouts) == 5, "one a differentiable verb"
     want = layer.with_gradients()[-2:]
-    grad_y = CASE.values(0, "grad y", len(layer.x))
-    for got, wanted in zip(
-        torch.autograd.grad(outputs[0], (layer.x, layer.weights), grad_y), want, strict=True
-    ):
+    for got, wanted in zip(layer.gradients(outputs), want, strict=True):
         same_bytes(got, wanted, "from clones of what was saved")
 
 
