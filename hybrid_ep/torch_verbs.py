@@ -298,8 +298,8 @@ class _Combine(torch.autograd.Function):
     backward = staticmethod(_combine_backward)
 
 
-# What Function.apply ends in. Before that it looks for functorch, which _watched has done, at a cost
-# of a sixth of the call.
+# What Function.apply ends in; before that it looks for functorch, as _watched has done, which costs
+# a sixth of the call.
 _apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
 _apply_combine = super(torch.autograd.Function, _Combine).apply
 
