@@ -37,7 +37,7 @@ class Call:
         us: of the slowest rank, by iteration; filled in by the clock.
         us_of_fastest: of the fastest rank, likewise.
         host_us: of the host alone, calls one after another as in a training step, on the rank with
-            the slowest host; empty on the CPU, where it is no other, and where the host waits.
+            the slowest host; empty where the host waits, and where ranks share a device.
         host_us_after_idle: the same of the timed calls, by iteration: they come after a barrier,
             which the host slept in, so that it finds its caches cold.
         rank_us: median of each rank.
@@ -99,7 +99,6 @@ class Clock:
             call.bare = bare.get(call.op)
             if self.device.type == "cuda" and not call.host_waits:
                 call.host_us_after_idle = after_idle
-                call.host_us = self.time_host(call)
 
     def time(self, call: Callable[[], Any]) -> tuple[float, float]:
         """Microseconds of one call on this rank, and those that it held its host."""
@@ -126,6 +125,12 @@ class Clock:
         torch.cuda.synchronize(self.device)
         del result
         return start.elapsed_time(end) * 1e3, host_us
+
+    def time_hosts(self, calls: list[Call]) -> None:
+        """Fill in ``host_us`` of what does not wait, where each rank has a GPU of its own."""
+        for call in calls:
+            if self.nccl is not None and not call.host_waits:
+                call.host_us = self.time_host(call)
 
     def time_host(self, call: Call) -> tuple[float, ...]:
         """Microseconds that calls hold the host, one after another while the GPU is behind."""

@@ -79,6 +79,7 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
             clock.take_turns(
                 [*(baselines or bare), *calls], iters=options.iters, warmup=options.warmup
             )
+            clock.time_hosts(calls)
             if buffer.backend == "nvlink":
                 traced = make_buffer(shape, device, backend, replace(config, trace=True))
                 add_phases(calls, traced, list(make_calls(traced)), clock)
