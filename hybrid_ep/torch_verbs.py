@@ -246,10 +246,17 @@ def _dispatch_backward(
 ) -> tuple[Tensor | None, ...]:
     (layout,) = ctx.saved_tensors
     values = grad_weights.contiguous() if ctx.with_weights else None
+    if not ctx.needs_input_grad[0] and grad_rows.dtype.itemsize == 1:
+        # fp8 has no sums, and only the weights' gradient is wanted: nothing goes home beside it
+        grad_rows = grad_rows.new_zeros(grad_rows.shape, dtype=torch.bfloat16)
     grad_x, grad_topk = combine(
         grad_rows.contiguous(), None, values, layout, ctx.num_tokens, ctx.buffer_id
     )
-    return grad_x, grad_topk if ctx.with_weights else None, None, None, None, None, None
+    return (
+        grad_x if ctx.needs_input_grad[0] else None,
+        grad_topk if ctx.with_weights else None,
+        *(None,) * 5,
+    )
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hybrid_ep
 from hybrid_ep import rules, torch_verbs
 from tests import oracle
-from tests.cases import Case, params
+from tests.cases import FP8, Case, params
 from tests.checks import same_bytes
 
 CASE = Case("ways", num_ranks=1, topk=3, dtype=torch.float32)
@@ -94,6 +94,24 @@ def test_second_derivatives(alone, way):
 
     with way():
         assert torch.autograd.gradgradcheck(layer, (x, weights))
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, as_ops])
+def test_weights_get_their_gradient_beside_rows_of_fp8(alone, way):
+    case = replace(CASE, dtype=torch.bfloat16)
+    buffer, inputs, device = alone.buffer(**case.sizes()), case.inputs(0), alone.device
+    narrow = torch.randn(inputs.x.shape).to(device)
+    topk_idx, weights = inputs.topk_idx.to(device), inputs.weights.to(device)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = weights.clone().requires_grad_()
+        out = hybrid_ep.dispatch(buffer, x, topk_idx, leaf)
+        loss = (out.rows.float().sum(dim=1) * out.weights).sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    with way():
+        got = gradient(narrow.to(FP8))
+    same_bytes(got, gradient(narrow.to(FP8).bfloat16()), "gradient of the weights")
 
 
 # ---- who gets which
