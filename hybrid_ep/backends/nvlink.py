@@ -3,11 +3,11 @@
 Python checks and owns the tensors, ``csrc/`` gets addresses and launches the kernels:
 
     route      publish_routing, assign_rows   top-k to every rank; the handle; M to the host
-    dispatch   publish_rows, pull_rows        x to my outbox; my copies from the peers' outboxes
+    dispatch   dispatch                       x to my outbox; my copies from the peers' outboxes
     combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
-while publish_rows is running.
+while its tokens are being published.
 """
 
 from __future__ import annotations
@@ -232,22 +232,18 @@ class NvlinkBackend:
             num_tokens,
             layout.data_ptr(),
         )
-        self._runtime.publish(*sent, stream)
-        if num_rows is None:
+        waits = num_rows is None
+        if waits:
+            self._runtime.publish(*sent, stream)
             num_rows = self._required_rows(layout, stream)
         rows = x.new_empty(num_rows, hidden)
         row_weights = None if weights is None else weights.new_empty(num_rows)
         row_scales = None if scales is None else scales.new_empty(num_rows, num_scales)
-        self._runtime.pull(
-            rows.data_ptr(),
-            row_bytes,
-            _address(row_weights),
-            _address(row_scales),
-            scale_bytes,
-            num_rows,
-            layout.data_ptr(),
-            stream,
-        )
+        received = (rows.data_ptr(), _address(row_weights), _address(row_scales), num_rows)
+        if waits:
+            self._runtime.pull(*received, stream)
+        else:
+            self._runtime.dispatch(*sent, *received, stream)
         return rows, row_weights, row_scales
 
     def combine(

@@ -78,6 +78,9 @@ class Fake:
     def pull(self, *arguments: int) -> None:
         self.note("pull")
 
+    def dispatch(self, *arguments: int) -> None:
+        self.note("dispatch")
+
     def combine(self, *arguments: int) -> None:
         self.note("combine")
 
