@@ -4,6 +4,8 @@
 //   make kernel-times
 //   build/kernel_times [ranks] [tokens] [hidden] [experts] [topk] [SMs ...]
 //
+// A negative number of SMs prints what rank 0 did, span by span, as well.
+//
 // Builds in seconds and runs in one, so that a change to a kernel can be timed many times in a
 // minute. Medians of the slowest rank in microseconds; bf16, fresh routing each time, inputs in
 // rotation.
@@ -18,6 +20,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <random>
 #include <string>
 #include <vector>
@@ -30,8 +33,12 @@ namespace {
 using hybrid_ep::check_cuda;
 
 constexpr int kMaxRanks = 16, kInputs = 3, kWarmup = 4, kCalls = 20;
-constexpr int kPhases = 4;
-const char* const kPhaseNames[kPhases] = {"route", "publish", "pull", "combine"};
+constexpr int kPhases = 7;
+const char* const kPhaseNames[kPhases] = {"route",   "dispatch",       "publish",       "pull",
+                                          "combine", "pull the bytes", "push the bytes"};
+const char* const kSpanNames[] = {"publish routing", "await routing", "assign rows", "publish rows",
+                                  "zero padding",    "await rows",    "pull rows",   "await inbox",
+                                  "push sums",       "await sums",    "sum at home"};
 
 // Shared by the processes.
 struct Board {
@@ -69,6 +76,15 @@ uintptr_t room(int64_t bytes) {
     return reinterpret_cast<uintptr_t>(at);
 }
 
+constexpr size_t kBallastBytes = 1ull << 30;
+
+// About a millisecond of work.
+void keep_busy(uintptr_t ballast, cudaStream_t stream) {
+    for (int i = 0; i < 3; ++i) {
+        cudaMemsetAsync(reinterpret_cast<void*>(ballast), 0, kBallastBytes, stream);
+    }
+}
+
 struct Inputs {
     uintptr_t x, topk_idx, weights;
 };
@@ -90,7 +106,32 @@ Inputs draw(const Shape& shape, std::mt19937& random) {
     return {to_device(x), to_device(topk_idx), to_device(weights)};
 }
 
-void run_rank(Board* board, const Shape& shape, int rank, int sms) {
+// What rank 0 did: each span from the first block's begin to the last one's end, and how long it
+// took a block; medians over the calls.
+void print_spans(const std::vector<hybrid_ep::TraceEvent>& events) {
+    std::map<std::pair<int, uint32_t>, std::pair<uint64_t, uint64_t>> whole;  // (span, call)
+    std::map<int, std::vector<float>> of_block, of_call;
+    for (const auto& e : events) {
+        auto& [begin, end] = whole.try_emplace({e.span, e.epoch}, ~0ull, 0ull).first->second;
+        begin = std::min(begin, e.begin_ns);
+        end = std::max(end, e.end_ns);
+        of_block[e.span].push_back((e.end_ns - e.begin_ns) / 1e3f);
+    }
+    for (const auto& [key, range] : whole) {
+        of_call[key.first].push_back((range.second - range.first) / 1e3f);
+    }
+    auto median = [](std::vector<float>& v) {
+        std::nth_element(v.begin(), v.begin() + v.size() / 2, v.end());
+        return v[v.size() / 2];
+    };
+    for (auto& [span, times] : of_call) {
+        std::printf("  %s %.0f (a block %.1f, %zu)\n", kSpanNames[span], median(times),
+                    median(of_block[span]), of_block[span].size() / times.size());
+    }
+    std::fflush(stdout);
+}
+
+void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     int gpus = 0;
     check_cuda(cudaGetDeviceCount(&gpus), "number of GPUs");
     const int device = rank % gpus;
@@ -106,6 +147,7 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms) {
     config.num_sms_publish = config.num_sms_dispatch = config.num_sms_combine = sms;
     config.slice_bytes = 16384;
     config.timeout_s = 10;
+    config.trace = trace;
     hybrid_ep::Runtime runtime(config);
     if (shape.ranks > 1) {
         std::memcpy(board->ipc_handles[rank], runtime.ipc_handle().data(), 64);
@@ -123,40 +165,63 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms) {
     const uintptr_t words = room(runtime.handle_words() * 4), counts = room(local * 4),
                     offsets = room((local + 1) * 4), required = room(4),
                     rows = room(most_rows * row_bytes), row_weights = room(most_rows * 4),
-                    y = room(int64_t(shape.tokens) * row_bytes);
+                    y = room(int64_t(shape.tokens) * row_bytes), ballast = room(kBallastBytes);
     cudaStream_t stream;
     check_cuda(cudaStreamCreate(&stream), "stream");
     const auto on = reinterpret_cast<uintptr_t>(stream);
-    cudaEvent_t marks[kPhases + 1];
+    cudaEvent_t marks[kPhases + 2];
     for (auto& mark : marks) check_cuda(cudaEventCreate(&mark), "event");
 
+    int64_t num_rows = most_rows;
     for (int call = 0; call < kWarmup + kCalls; ++call) {
         const Inputs& in = inputs[call % kInputs];
+        auto route = [&](bool exact) {
+            return runtime.route(in.topk_idx, 4, shape.topk, shape.tokens, 1, exact ? -1 : num_rows,
+                                 exact, words, counts, offsets, required, on);
+        };
+        const uint64_t ticket = route(true);
+        const auto needed = runtime.required_rows(ticket, on);
+        if (!needed) break;
+        num_rows = *needed;
         barrier(board, shape.ranks);
+        keep_busy(ballast, stream);  // so that the host is ahead of the GPU
         cudaEventRecord(marks[0], stream);
-        const uint64_t ticket = runtime.route(in.topk_idx, 4, shape.topk, shape.tokens, 1, -1, true,
-                                              words, counts, offsets, required, on);
+        route(false);
         cudaEventRecord(marks[1], stream);
+        runtime.dispatch(in.x, row_bytes, row_bytes, in.weights, shape.topk, 0, 0, 0, shape.tokens,
+                         words, rows, row_weights, 0, num_rows, on);
+        cudaEventRecord(marks[2], stream);
         runtime.publish(in.x, row_bytes, row_bytes, in.weights, shape.topk, 0, 0, 0, shape.tokens,
                         words, on);
-        const auto num_rows = runtime.required_rows(ticket, on);
-        cudaEventRecord(marks[2], stream);
-        if (!num_rows) break;
-        runtime.pull(rows, row_bytes, row_weights, 0, 0, *num_rows, words, on);
         cudaEventRecord(marks[3], stream);
-        runtime.combine(rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words, on);
+        runtime.pull(rows, row_weights, 0, num_rows, on);
         cudaEventRecord(marks[4], stream);
+        runtime.combine(rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words, on);
+        cudaEventRecord(marks[5], stream);
         check_cuda(cudaStreamSynchronize(stream), "the kernels");
+        barrier(board, shape.ranks);
+        const int64_t bytes = int64_t(shape.tokens) * row_bytes;
+        keep_busy(ballast, stream);
+        cudaEventRecord(marks[6], stream);
+        runtime.copy_peer((rank + 1) % shape.ranks, bytes, sms, false, on);
+        cudaEventRecord(marks[7], stream);
+        runtime.copy_peer((rank + 1) % shape.ranks, bytes, sms, true, on);
+        cudaEventRecord(marks[8], stream);
+        check_cuda(cudaStreamSynchronize(stream), "the copies");
+        barrier(board, shape.ranks);
         for (int phase = 0; phase < kPhases && call >= kWarmup; ++phase) {
             float ms = 0;
-            cudaEventElapsedTime(&ms, marks[phase], marks[phase + 1]);
+            const int from = phase < 5 ? phase : phase + 1;  // the copies begin at a mark of theirs
+            cudaEventElapsedTime(&ms, marks[from], marks[from + 1]);
             board->us[rank][call - kWarmup][phase] = ms * 1e3f;
         }
     }
+    cudaStreamSynchronize(stream);
     if (const auto fault = runtime.fault()) {
         std::fprintf(stderr, "rank %d waited for rank %d in vain\n", rank, fault->peer);
         std::exit(1);
     }
+    if (trace && rank == 0) print_spans(runtime.take_trace());
     barrier(board, shape.ranks);
     runtime.destroy();
 }
@@ -198,7 +263,7 @@ int main(int argc, char** argv) {
                 continue;
             }
             try {
-                run_rank(board, shape, rank, count);
+                run_rank(board, shape, rank, std::abs(count), count < 0);
             } catch (const std::exception& error) {
                 std::fprintf(stderr, "rank %d: %s\n", rank, error.what());
                 _exit(1);
@@ -213,7 +278,7 @@ int main(int argc, char** argv) {
             for (pid_t other : ranks) kill(other, SIGKILL);  // they would wait for it
         }
         if (!good) return 1;
-        std::printf("E %d, %d SMs:", shape.experts, count);
+        std::printf("E %d, %d SMs:", shape.experts, std::abs(count));
         for (int phase = 0; phase < kPhases; ++phase) {
             std::printf(" %s %d", kPhaseNames[phase], median_us(board, shape.ranks, phase));
         }

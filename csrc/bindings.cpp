@@ -51,6 +51,7 @@ PYBIND11_MODULE(_nvlink, m) {
         .def("route", &Runtime::route)
         .def("publish", &Runtime::publish)
         .def("pull", &Runtime::pull)
+        .def("dispatch", &Runtime::dispatch)
         .def("combine", &Runtime::combine)
         .def("copy_peer", &Runtime::copy_peer)
         .def("required_rows", &Runtime::required_rows, py::call_guard<py::gil_scoped_release>())

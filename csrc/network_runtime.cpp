@@ -68,10 +68,6 @@ void NetworkRuntime::destroy() {
     cudaGetLastError();
 }
 
-layout::RecordLayout NetworkRuntime::record(int row_bytes, int scale_bytes, bool weights) const {
-    return {row_bytes, scale_bytes, weights ? 4 * config_.topk : 0};
-}
-
 uint64_t NetworkRuntime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride,
                                int num_tokens, int align, int64_t max_rows, bool want_mail,
                                uintptr_t words, uintptr_t counts, uintptr_t offsets,
@@ -109,9 +105,9 @@ void NetworkRuntime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintp
                              int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
                              int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    kernels::FillOutboxParams p{};
+    kernels::FillOutboxParams& p = fill_;
     p.context = context_;
-    p.record = record(row_bytes, scale_bytes, weights != 0);
+    p.record = {row_bytes, scale_bytes, weights != 0 ? 4 * config_.topk : 0};
     p.x = at<char>(x);
     p.scales = at<char>(scales);
     p.weights = at<float>(weights);
@@ -126,23 +122,33 @@ void NetworkRuntime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintp
     kernels::launch_fill_outbox(p, to_stream(stream));
 }
 
-void NetworkRuntime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales,
-                          int scale_bytes, int64_t num_rows, uintptr_t words, uintptr_t stream) {
+void NetworkRuntime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
+                          int64_t num_rows, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelayRowsParams p{};
     p.context = context_;
-    p.record = record(row_bytes, scale_bytes, weights != 0);
+    p.record = fill_.record;
     p.rows = at<char>(rows);
-    p.scales = at<char>(scales);
-    p.weights = at<float>(weights);
+    p.scales = at<char>(row_scales);
+    p.weights = at<float>(row_weights);
     p.num_rows = num_rows;
-    p.num_fill_blocks = config_.num_sms_publish;
+    p.num_fill_blocks = fill_.num_blocks;
     p.num_send_blocks = config_.num_sms_send;
     p.num_pull_blocks = config_.num_sms_dispatch - config_.num_sms_send;
-    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
-    p.ring = layout::move_warp_ring(p.slices, p.record);
-    p.words = at<int32_t>(words);
+    p.slices = fill_.slices;
+    p.ring = fill_.ring;
+    p.words = fill_.words;
     kernels_.relay_rows(p, to_stream(stream));
+}
+
+void NetworkRuntime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                              int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                              int scale_bytes, int num_tokens, uintptr_t words, uintptr_t rows,
+                              uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+                              uintptr_t stream) {
+    publish(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride, scale_bytes,
+            num_tokens, words, stream);
+    pull(rows, row_weights, row_scales, num_rows, stream);
 }
 
 void NetworkRuntime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights,

@@ -48,12 +48,16 @@ class NetworkRuntime {
                    int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
                    uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
 
+    // The two halves of a dispatch, and both. `pull` goes with the `publish` before.
     void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
                  int num_tokens, uintptr_t words, uintptr_t stream);
-
-    void pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales, int scale_bytes,
-              int64_t num_rows, uintptr_t words, uintptr_t stream);
+    void pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+              uintptr_t stream);
+    void dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
+                  int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
+                  uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
 
     void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
@@ -64,12 +68,11 @@ class NetworkRuntime {
     std::vector<TraceEvent> take_trace();
 
   private:
-    layout::RecordLayout record(int row_bytes, int scale_bytes, bool weights) const;
-
     NetworkConfig config_;
     kernels::NetworkKernels kernels_;
     kernels::NodeContext context_{};
     int routing_blocks_;
+    kernels::FillOutboxParams fill_{};  // of the dispatch that has been published
     std::unique_ptr<CallState> calls_;
 };
 

@@ -78,6 +78,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def("route", &NetworkRuntime::route)
         .def("publish", &NetworkRuntime::publish)
         .def("pull", &NetworkRuntime::pull)
+        .def("dispatch", &NetworkRuntime::dispatch)
         .def("combine", &NetworkRuntime::combine)
         .def("required_rows", &NetworkRuntime::required_rows,
              py::call_guard<py::gil_scoped_release>())

@@ -95,10 +95,6 @@ kernels::Context Runtime::context() const {
     return {memory_->peers(), config_.rank, buffer_, handle_, watch, trace_};
 }
 
-layout::RecordLayout Runtime::record(int row_bytes, int scale_bytes, bool weights) const {
-    return {row_bytes, scale_bytes, weights ? 4 * config_.topk : 0};
-}
-
 uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens,
                         int align, int64_t max_rows, bool want_mail, uintptr_t words,
                         uintptr_t counts, uintptr_t offsets, uintptr_t required_rows,
@@ -131,13 +127,14 @@ uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, i
     return assign.ticket;
 }
 
-void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                      int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                      int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
-    DeviceGuard guard(config_.device);
-    kernels::PublishRowsParams p{};
+void Runtime::begin_dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                             int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                             int scale_bytes, int num_tokens, uintptr_t words) {
+    kernels::DispatchParams& p = dispatch_;
+    p = {};
     p.context = context();
-    p.record = record(row_bytes, scale_bytes, weights != 0);
+    p.record = {row_bytes, scale_bytes, weights != 0 ? 4 * config_.topk : 0};
+    p.publishes = true;
     p.x = at<char>(x);
     p.scales = at<char>(scales);
     p.weights = at<float>(weights);
@@ -145,29 +142,50 @@ void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t we
     p.scales_stride = scales_stride;
     p.weights_stride = weights_stride;
     p.num_tokens = num_tokens;
-    p.num_blocks = config_.num_sms_publish;
     p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
     p.ring = layout::move_ring(p.slices, p.record);
     p.words = at<int32_t>(words);
-    kernels::launch_publish_rows(p, to_stream(stream));
 }
 
-void Runtime::pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales,
-                   int scale_bytes, int64_t num_rows, uintptr_t words, uintptr_t stream) {
-    DeviceGuard guard(config_.device);
-    kernels::PullRowsParams p{};
-    p.context = context();
-    p.record = record(row_bytes, scale_bytes, weights != 0);
-    p.rows = at<char>(rows);
-    p.scales = at<char>(scales);
-    p.weights = at<float>(weights);
-    p.num_rows = num_rows;
-    p.num_publish_blocks = config_.num_sms_publish;
+void Runtime::end_dispatch(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
+                           int64_t num_rows) {
+    kernels::DispatchParams& p = dispatch_;
+    p.pulls = true;
     p.num_blocks = config_.num_sms_dispatch;
-    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
-    p.ring = layout::move_ring(p.slices, p.record);
-    p.words = at<int32_t>(words);
-    kernels::launch_pull_rows(p, to_stream(stream));
+    p.rows = at<char>(rows);
+    p.row_weights = at<float>(row_weights);
+    p.row_scales = at<char>(row_scales);
+    p.num_rows = num_rows;
+}
+
+void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                      int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                      int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
+                   scale_bytes, num_tokens, words);
+    dispatch_.num_blocks = config_.num_sms_publish;
+    kernels::launch_dispatch(dispatch_, to_stream(stream));
+}
+
+void Runtime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+                   uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    end_dispatch(rows, row_weights, row_scales, num_rows);
+    dispatch_.publishes = false;
+    kernels::launch_dispatch(dispatch_, to_stream(stream));
+}
+
+void Runtime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                       int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                       int scale_bytes, int num_tokens, uintptr_t words, uintptr_t rows,
+                       uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+                       uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
+                   scale_bytes, num_tokens, words);
+    end_dispatch(rows, row_weights, row_scales, num_rows);
+    kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
 void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
@@ -182,7 +200,8 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     push.weights = at<float>(weights);
     push.values = at<float>(values);
     push.num_blocks = config_.num_sms_combine;
-    push.ring = layout::sum_ring();
+    push.slices = layout::SliceLayout::make(row_bytes, layout::kMostSumBytes);
+    push.ring = layout::sum_ring(push.slices);
     push.words = at<int32_t>(words);
     kernels::launch_push_sums(push, to_stream(stream));
 
@@ -194,6 +213,7 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
     home.values = at<float>(home_values);
     home.num_tokens = num_tokens;
     home.num_blocks = config_.num_sms_combine;
+    home.slices = push.slices;
     home.ring = push.ring;
     home.words = at<int32_t>(words);
     kernels::launch_sum_at_home(home, to_stream(stream));

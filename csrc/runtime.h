@@ -47,12 +47,16 @@ class Runtime {
                    int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
                    uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
 
+    // The two halves of a dispatch, and both in one launch. `pull` goes with the `publish` before.
     void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
                  int num_tokens, uintptr_t words, uintptr_t stream);
-
-    void pull(uintptr_t rows, int row_bytes, uintptr_t weights, uintptr_t scales, int scale_bytes,
-              int64_t num_rows, uintptr_t words, uintptr_t stream);
+    void pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+              uintptr_t stream);
+    void dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
+                  int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
+                  uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
 
     void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
@@ -73,7 +77,11 @@ class Runtime {
 
   private:
     kernels::Context context() const;
-    layout::RecordLayout record(int row_bytes, int scale_bytes, bool weights) const;
+    void begin_dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
+                        int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
+                        int scale_bytes, int num_tokens, uintptr_t words);
+    void end_dispatch(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
+                      int64_t num_rows);
 
     static constexpr int kMailSlots = 256;
 
@@ -87,6 +95,7 @@ class Runtime {
     Fault* fault_ = nullptr;        // mapped host memory, with the mail behind it
     Mail* mail_ = nullptr;
     uint64_t tickets_ = 0;
+    kernels::DispatchParams dispatch_{};  // of the call that has been published
 };
 
 }  // namespace hybrid_ep

@@ -165,7 +165,7 @@ def gather_facts(environment: Mapping[str, str] = os.environ, root: Path = Path(
         extension=extension,
         extension_error=load_error(extension) if extension else None,
         network_extension=network_extension,
-        network_extension_error=_network_load_error() if network_extension else None,
+        network_extension_error=network_load_error() if network_extension else None,
         gpus=tuple(_gpus_of_torch(num_gpus, driver_gpus)),
         peer_access=tuple(
             tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus))
@@ -264,7 +264,7 @@ def load_error(path: str) -> str | None:
     return _error_of(program, name, path)
 
 
-def _network_load_error() -> str | None:
+def network_load_error() -> str | None:
     """The same with NVSHMEM under it, whose version must fit."""
     return _error_of("from hybrid_ep.backends import nvshmem; nvshmem.load_extension()")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from hybrid_ep.limits import round_up
 
 CHUNK_TOKENS = 128
+PARCEL_TOKENS = 16
 MAX_CHANNELS = 256
-NUM_PHASES = 3
 REGION_ALIGN = 128
 
 
@@ -40,6 +40,7 @@ def symmetric_regions(
     ranks, tokens = ranks_per_node, max_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
+    flags = round_up(2 * MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 1, 16)  # of a source
     experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
     regions = {
@@ -47,7 +48,7 @@ def symmetric_regions(
         "routing_inbox": 2 * ranks * (experts + chunk_counts),
         "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
         "value_inbox": tokens * topk * 4,
-        "flags": ranks * NUM_PHASES * MAX_CHANNELS * 8 + 4096,
+        "flags": ranks * (flags + 1) * 8,
     }
     return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
 

@@ -8,6 +8,8 @@ wait for all ranks ends everywhere when the last of them arrives.
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 # Span of csrc/runtime_state.h -> verb, and what a block did
@@ -38,6 +40,51 @@ class Event(NamedTuple):
     call: int
     begin_ns: int
     end_ns: int
+
+
+class PhaseTimes(NamedTuple):
+    """Microseconds of one call on one rank.
+
+    Attributes:
+        kernels: from the first block's first stamp to the last one's last.
+        phases: by name: from the first block's begin to the last one's end; of a wait, the whole
+            time of the block that waited longest.
+    """
+
+    kernels: float
+    phases: dict[str, float]
+
+
+def phase_times(events: Iterable[Event]) -> PhaseTimes:
+    """How long each phase of a call took, from what its blocks noted.
+
+    Args:
+        events: of one call on one rank.
+
+    Returns:
+        PhaseTimes: phases in the order of ``SPANS``; only those that were noted.
+    """
+    by_span: dict[int, list[Event]] = defaultdict(list)
+    for event in events:
+        by_span[event.span].append(event)
+    phases = {}
+    for span in sorted(by_span):
+        name = SPANS[span][1]
+        longest = _longest_wait if name.startswith("wait") else _extent
+        phases[name] = longest(by_span[span])
+    return PhaseTimes(_extent([e for each in by_span.values() for e in each]), phases)
+
+
+def _extent(events: list[Event]) -> float:
+    begin = min((event.begin_ns for event in events), default=0)
+    return (max((event.end_ns for event in events), default=0) - begin) / 1e3
+
+
+def _longest_wait(events: list[Event]) -> float:
+    waited: dict[int, int] = defaultdict(int)
+    for event in events:
+        waited[event.block] += event.end_ns - event.begin_ns
+    return max(waited.values()) / 1e3
 
 
 def clock_offsets(events_of_ranks: list[list[Event]]) -> list[float]:

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.clock import Call, Clock
-from hybrid_ep.bench.inputs import NUM_INPUTS, Traffic, make_inputs
+from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
 from hybrid_ep.bench.options import DTYPES, Options, Shape
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import MAX_SLICE_BYTES, Config
@@ -356,7 +356,7 @@ class Meter:
         self._iters, self._warmup = iters, warmup
         rank, device = dist.get_rank(), clock.device
         self._inputs = [make_inputs(shape, rank, index, device) for index in range(NUM_INPUTS)]
-        self._traffic = Traffic(shape, self._inputs)
+        self._copy_counts = CopyCounts(shape, self._inputs)
         self._default_buffer, self._default_call = self._prepare(Config())
 
     def measure(self, config: Config, times: int = 1) -> Measurement:
@@ -378,7 +378,7 @@ class Meter:
         """A Buffer and the forward of the op from fresh routing, of exact size."""
         buffer = make_buffer(self._shape, self._clock.device, self._backend, config)
         calls = library_calls(
-            buffer, self._shape, self._inputs, "exact", self._traffic, Options(backward=False)
+            buffer, self._shape, self._inputs, "exact", self._copy_counts, Options(backward=False)
         )
         return buffer, next(each for each in calls if (each.op, each.mode) == (self._op, "fresh"))
 

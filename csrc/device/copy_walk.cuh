@@ -1,79 +1,105 @@
 // The one walk over the copies of a handle, for dispatch (pull) and combine (push) alike.
 //
-// Copies are dealt to the warps of the grid one by one, source after source in turn, starting with
+// Copies are dealt to the takers of the grid one by one, source after source in turn, starting with
 // the rank after mine: so at any moment every link carries its share, and no source's remainder
-// always falls to the same warps. A batch of 32 copies is fetched at once, a lane per copy.
+// always falls to the same takers. A warp of its own looks them up, a lane per copy, and hands them
+// on in batches: so that nobody who moves bytes ever waits for an index.
 #pragma once
 
-#include "device/warp.cuh"
+#include "device/ring.cuh"
 #include "layout/handle_layout.h"
 
 namespace hybrid_ep::device {
 
+// Copies with their rows, in shared memory.
+struct CopyBatch {
+    static constexpr int kRows = 192;  // at least the most that one copy has
+
+    int num_copies;  // 0: the walk is over
+    int num_rows;
+    layout::Copy copy[kWarp];
+    int source[kWarp];     // rank that the copy came from
+    int first_row[kWarp];  // its rows begin here in row[]
+    int row[kRows];
+    float weight[kRows];
+};
+static_assert(CopyBatch::kRows >= layout::kMaxTopk);
+
+// Two batches: one is used while the next is looked up.
+struct CopyBatches {
+    static constexpr int kSize = 2;
+    Handover<kSize> handover;
+    CopyBatch batch[kSize];
+};
+
 class CopyWalk {
   public:
-    __device__ CopyWalk(const layout::HandleView& handle, int num_ranks, int rank, int warp,
-                        int num_warps)
-        : handle_(handle), num_ranks_(num_ranks), rank_(rank), warp_(warp), num_warps_(num_warps) {
+    __device__ CopyWalk(const layout::HandleView& handle, int num_ranks, int rank, int taker,
+                        int num_takers)
+        : handle_(handle),
+          num_ranks_(num_ranks),
+          rank_(rank),
+          taker_(taker),
+          num_takers_(num_takers) {
         int most = 0;
         for (int s = lane_id(); s < num_ranks; s += kWarp) {
             most = max(most, handle.source_first[s + 1] - handle.source_first[s]);
         }
-        most = __reduce_max_sync(0xFFFFFFFFu, most);
-        rounds_ = layout::ceil_div(most, num_warps);
+        most = __reduce_max_sync(kAllLanes, most);
+        num_steps_ = layout::ceil_div(most, num_takers) * num_ranks;
     }
 
-    // The whole warp: the next copy, its source rank, and in lane i its i-th row (i < num_rows).
-    __device__ __forceinline__ bool next(layout::Copy& copy, int& source, int& row) {
-        while (pending_ == 0) {
-            if (batch_ * kWarp >= rounds_ * num_ranks_) return false;
-            fetch_batch();
+    // The whole warp: the next copies, as many as fit; the walk is over if there are none.
+    __device__ void next(CopyBatch& batch) {
+        uint32_t have = 0;
+        layout::Copy copy{};
+        int source = 0, rows = 0, rows_upto = 0;
+        while (have == 0 && step_ < num_steps_) {
+            const bool valid = look_up(copy, source);
+            rows = valid ? copy.num_rows : 0;
+            rows_upto = warp_inclusive_sum(rows);
+            const uint32_t fits = __ballot_sync(kAllLanes, rows_upto <= CopyBatch::kRows);
+            have = __ballot_sync(kAllLanes, valid) & fits;
+            step_ += __popc(fits);  // the lanes that fit are the first ones
         }
-        int from = __ffs(pending_) - 1;
-        pending_ &= pending_ - 1;
-        copy = broadcast(from);
-        source = __shfl_sync(0xFFFFFFFFu, lane_source_, from);
-        row = lane_id() < copy.num_rows ? handle_.rows[copy.first_row + lane_id()] : 0;
-        return true;
+        const bool mine = (have >> lane_id()) & 1;
+        if (mine) {
+            const int at = __popc(have & lanes_below());
+            batch.copy[at] = copy;
+            batch.source[at] = source;
+            batch.first_row[at] = rows_upto - rows;
+#pragma unroll 4
+            for (int i = 0; i < rows; ++i) {
+                batch.row[rows_upto - rows + i] = __ldg(&handle_.rows[copy.first_row + i]);
+            }
+        }
+        const int num_rows = __reduce_max_sync(kAllLanes, mine ? rows_upto : 0);
+        if (lane_id() == 0) {
+            batch.num_copies = __popc(have);
+            batch.num_rows = num_rows;
+        }
+        __syncwarp();
     }
 
   private:
-    __device__ __forceinline__ void fetch_batch() {
-        int step = batch_++ * kWarp + lane_id();
-        int round = step / num_ranks_;
-        lane_source_ = (step + rank_ + 1) % num_ranks_;
-        int first = round < rounds_ ? handle_.source_first[lane_source_] : 0;
-        int count = round < rounds_ ? handle_.source_first[lane_source_ + 1] - first : 0;
-        int turn = (warp_ + lane_source_ * (num_warps_ / num_ranks_ + 1)) % num_warps_;
-        int at = round * num_warps_ + turn;
-        bool valid = at < count;
-        lane_copy_ = valid ? reinterpret_cast<const int4*>(handle_.copies)[first + at] : int4{};
-        pending_ = __ballot_sync(0xFFFFFFFFu, valid);
-    }
-
-    __device__ __forceinline__ layout::Copy broadcast(int from) const {
-        int4 words;
-        words.x = __shfl_sync(0xFFFFFFFFu, lane_copy_.x, from);
-        words.y = __shfl_sync(0xFFFFFFFFu, lane_copy_.y, from);
-        words.z = __shfl_sync(0xFFFFFFFFu, lane_copy_.z, from);
-        words.w = __shfl_sync(0xFFFFFFFFu, lane_copy_.w, from);
-        layout::Copy copy;
-        copy.token = words.x;
-        copy.first_row = words.y;
-        copy.num_places = int16_t(words.z & 0xFFFF);
-        copy.num_rows = int16_t(words.z >> 16);
-        copy.first_place = uint8_t(words.w & 0xFF);
-        copy.inbox_slot = uint8_t((words.w >> 8) & 0xFF);
-        copy.unused = 0;
-        return copy;
+    // The copy of this lane's step of the walk; false: none.
+    __device__ __forceinline__ bool look_up(layout::Copy& copy, int& source) const {
+        const int step = step_ + lane_id(), round = step / num_ranks_;
+        if (step >= num_steps_) return false;
+        source = (step + rank_ + 1) % num_ranks_;
+        const int first = __ldg(&handle_.source_first[source]);
+        const int count = __ldg(&handle_.source_first[source + 1]) - first;
+        const int turn = (taker_ + source * (num_takers_ / num_ranks_ + 1)) % num_takers_;
+        const int at = round * num_takers_ + turn;
+        if (at >= count) return false;
+        const int4 words = __ldg(reinterpret_cast<const int4*>(handle_.copies) + first + at);
+        copy = *reinterpret_cast<const layout::Copy*>(&words);
+        return true;
     }
 
     layout::HandleView handle_;
-    int num_ranks_, rank_, warp_, num_warps_;
-    int rounds_, batch_ = 0;
-    uint32_t pending_ = 0;
-    int lane_source_ = 0;
-    int4 lane_copy_{};
+    int num_ranks_, rank_, taker_, num_takers_;
+    int num_steps_, step_ = 0;
 };
 
 }  // namespace hybrid_ep::device

@@ -9,14 +9,14 @@ __device__ __forceinline__ uint32_t smem_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// ---- mbarrier: counts the bytes of bulk loads
+// ---- mbarrier: counts arrivals and the bytes of bulk loads
 
 __device__ __forceinline__ void mbarrier_init(uint64_t* bar, uint32_t arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(smem_address(bar)), "r"(arrivals)
                  : "memory");
 }
 
-// Makes initialised barriers visible to the copy engine; once, by the thread that made them.
+// Makes initialised barriers visible to bulk copies; once, by the thread that made them.
 __device__ __forceinline__ void fence_mbarrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -25,6 +25,25 @@ __device__ __forceinline__ void mbarrier_expect(uint64_t* bar, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(smem_address(bar)),
                  "r"(bytes)
                  : "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint64_t* bar) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(smem_address(bar)) : "memory");
+}
+
+// Whether the phase of that parity has completed; then what came before it is visible.
+__device__ __forceinline__ bool mbarrier_test(uint64_t* bar, uint32_t parity) {
+    uint32_t done;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(done)
+        : "r"(smem_address(bar)), "r"(parity)
+        : "memory");
+    return done != 0;
 }
 
 // Returns when the phase of that parity has completed; what the loads wrote is then visible.
@@ -38,6 +57,11 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         "}" ::"r"(smem_address(bar)),
         "r"(parity)
         : "memory");
+}
+
+// Waits for `threads` threads at one of the block's 16 barriers; 0 is __syncthreads()'s.
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // ---- bulk copies (TMA): addresses and sizes are multiples of 16 bytes
@@ -67,12 +91,13 @@ __device__ __forceinline__ void bulk_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Until all of this thread's groups have been written, visibly to this thread.
+// Until all but that many of this thread's groups have been written, visibly to this thread.
+template <int kPending>
 __device__ __forceinline__ void bulk_wait_written() {
-    asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+    asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kPending) : "memory");
 }
 
-// Orders this thread's ordinary accesses and the copy engine's, in both directions.
+// Orders this thread's ordinary accesses and those of bulk copies, in both directions.
 __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }

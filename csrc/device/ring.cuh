@@ -1,9 +1,10 @@
-// A warp's own pipeline: bulk loads into a ring of shared-memory stages, work, bulk stores out.
+// A pipeline inside a block: one warp loads into the slots of a ring, others use what has landed.
 //
-//        load(stage i+2)    load(stage i+1)     work on stage i      stores of stage i-1 still read
+//   loader   await_free(turn), loads, header, filled(turn) --> slot --> await_filled(turn)   user
+//            ^------------------------------------------------ freed(turn) <-------------------'
 //
-// Each warp runs one by itself: no other warp touches its stages, so nothing but the copy engine
-// is ever waited for, and a block has as many independent pipelines as it has warps.
+// Whoever takes a turn at every slot keeps its own Turn. The loader never learns what the users do
+// with a slot and the users never where it came from: both read it in the slot's header.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -12,85 +13,86 @@
 
 namespace hybrid_ep::device {
 
-constexpr int kStoresInFlight = 1;  // newest stages whose stores may still be reading them
+// Which entry comes next, and how often all have been used: its parity.
+struct Turn {
+    int at = 0;
+    uint32_t parity = 0;
 
-using layout::RingShape;
+    __device__ __forceinline__ void advance(int size) {
+        if (++at == size) {
+            at = 0;
+            parity ^= 1;
+        }
+    }
+};
 
-class Ring {
+// A handing over of entries between one warp and others, to and fro. Lives in shared memory.
+template <int kMostEntries>
+struct Handover {
+    uint64_t filled_[kMostEntries], free_[kMostEntries];
+
+    // One thread, before a barrier of the block; `users` is how often freed() is called an entry.
+    __device__ void init(int size, int users) {
+        for (int i = 0; i < size; ++i) {
+            ptx::mbarrier_init(&filled_[i], 1);
+            ptx::mbarrier_init(&free_[i], users);
+        }
+        ptx::fence_mbarrier_init();
+    }
+
+    // ---- the warp that fills; `filled` by one lane, after a __syncwarp
+
+    __device__ __forceinline__ void await_free(const Turn& turn) {
+        ptx::mbarrier_wait(&free_[turn.at], turn.parity ^ 1);
+    }
+    __device__ __forceinline__ bool is_free(const Turn& turn) {
+        return ptx::mbarrier_test(&free_[turn.at], turn.parity ^ 1);
+    }
+    __device__ __forceinline__ void filled(const Turn& turn) {
+        ptx::mbarrier_arrive(&filled_[turn.at]);
+    }
+    // Filled once bulk loads, with barrier(turn), have brought so many bytes.
+    __device__ __forceinline__ void filled_by(const Turn& turn, uint32_t bytes) {
+        ptx::mbarrier_expect(&filled_[turn.at], bytes);
+    }
+    __device__ __forceinline__ uint64_t* barrier(const Turn& turn) { return &filled_[turn.at]; }
+
+    // ---- the users
+
+    __device__ __forceinline__ void await_filled(const Turn& turn) {
+        ptx::mbarrier_wait(&filled_[turn.at], turn.parity);
+    }
+    __device__ __forceinline__ bool is_filled(const Turn& turn) {
+        return ptx::mbarrier_test(&filled_[turn.at], turn.parity);
+    }
+    __device__ __forceinline__ void freed(int entry) { ptx::mbarrier_arrive(&free_[entry]); }
+};
+
+using SlotHandover = Handover<layout::kMostSlots>;
+
+// The slots of a ring in dynamic shared memory, each with a header.
+class Slots {
   public:
-    // All threads of the block: carves the warp's part out of the block's dynamic shared memory.
-    __device__ Ring(char* smem, const RingShape& shape) : shape_(shape) {
-        smem += (128 - ptx::smem_address(smem) % 128) % 128;
-        int stages = shape.num_warps * shape.num_stages;
-        full_ = reinterpret_cast<uint64_t*>(smem + int64_t(stages) * shape.stage_stride()) +
-                warp_id() * shape.num_stages;
-        stages_ = smem + int64_t(warp_id()) * shape.num_stages * shape.stage_stride();
-        if (lane_id() == 0) {
-            for (int i = 0; i < shape.num_stages; ++i) ptx::mbarrier_init(&full_[i], 1);
-            ptx::fence_mbarrier_init();
-        }
-        __syncwarp();
+    // `smem` is the block's dynamic shared memory, which several rings of the same shape may share.
+    __device__ Slots(char* smem, const layout::RingShape& shape, int ring = 0) : shape_(shape) {
+        const int start = -ptx::smem_address(smem) & (layout::kSlotAlign - 1);
+        base_ = smem + start + ring * layout::round_up(shape.bytes(), layout::kSlotAlign);
     }
 
-    // The warp's loop. `role.load(ring)` starts the loads of the next stage, or returns false when
-    // there is no more; `role.work(stage)` uses a stage that has landed and may start bulk stores
-    // from it, each lane its own, which this loop commits.
-    template <typename Role>
-    __device__ __forceinline__ void run(Role& role) {
-        const int lag = shape_.num_stages > 1 ? kStoresInFlight : 0;
-        bool more = true;
-        while (true) {
-            while (more && loaded_ - worked_ < shape_.num_stages - lag) {
-                if (lag == 0) {
-                    ptx::bulk_wait_read<0>();
-                } else {
-                    ptx::bulk_wait_read<kStoresInFlight>();
-                }
-                __syncwarp();
-                more = role.load(*this);
-            }
-            if (worked_ == loaded_) break;
-            ptx::mbarrier_wait(&full_[work_at_], work_parity_);
-            role.work(stage(work_at_));
-            ptx::bulk_commit();
-            ++worked_;
-            if (++work_at_ == shape_.num_stages) {
-                work_at_ = 0;
-                work_parity_ ^= 1;
-            }
-        }
-        ptx::bulk_wait_written();
+    __device__ __forceinline__ int size() const { return shape_.num_slots; }
+    __device__ __forceinline__ char* bytes(int slot) const {
+        return base_ + slot * shape_.slot_bytes;
     }
-
-    // ---- for Role::load
-
-    __device__ __forceinline__ char* load_stage() const { return stage(load_at_); }
-    __device__ __forceinline__ uint64_t* load_barrier() const { return &full_[load_at_]; }
-
-    // One lane says how many bytes the stage will get (0 is legal), before or after the loads.
-    __device__ __forceinline__ void expect(uint32_t bytes) {
-        if (lane_id() == 0) ptx::mbarrier_expect(load_barrier(), bytes);
+    template <typename Header>
+    __device__ __forceinline__ Header& header(int slot) const {
+        static_assert(sizeof(Header) <= layout::kSlotHeaderBytes);
+        return *reinterpret_cast<Header*>(base_ + shape_.slots_bytes() +
+                                          slot * layout::kSlotHeaderBytes);
     }
-    // The whole warp, after its loads.
-    __device__ __forceinline__ void advance_load() {
-        __syncwarp();
-        ++loaded_;
-        if (++load_at_ == shape_.num_stages) load_at_ = 0;
-    }
-
-    __device__ __forceinline__ int header_offset() const { return shape_.stage_bytes; }
 
   private:
-    __device__ __forceinline__ char* stage(int i) const {
-        return stages_ + i * shape_.stage_stride();
-    }
-
-    RingShape shape_;
-    char* stages_;
-    uint64_t* full_;
-    uint32_t loaded_ = 0, worked_ = 0;
-    int load_at_ = 0, work_at_ = 0;
-    uint32_t work_parity_ = 0;
+    layout::RingShape shape_;
+    char* base_;
 };
 
 }  // namespace hybrid_ep::device

@@ -1,18 +1,21 @@
 // Sums of rows, for both halves of combine: the walk says which rows and where the sum goes.
 //
-//   row_0, row_1, ... --TMA loads--> stage --add in fp32, in this order--> stage --TMA store--> sum
+//   row_0, row_1, ... --TMA loads--> slots --add in fp32, in this order--> last slot --TMA store-->
+//   sum
 //
-// A stage holds the same slice of all rows of one sum; the sum replaces the first row's slice. A
-// sum starts with its first term (not with zero), rounds each product before adding it, and is
-// rounded once at the end, as the torch backend does.
+// A slot holds a slice of one row. The adders of a ring keep the slice's sum in registers and put
+// it where its last term was. A sum starts with its first term (-0 + x is x, 0 + x is not), rounds
+// each product before adding it, and is rounded once at the end, as the torch backend does.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "device/ring.cuh"
+#include "device/vector.cuh"
 
 namespace hybrid_ep::device {
+
+constexpr int kAdderWarps = 8;  // of a ring
+constexpr int kAdders = kAdderWarps * kWarp;
+constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes, an adder's share
 
 // One sum, in lane i its i-th row (i < num_rows); no rows make a sum of zero.
 struct SumJob {
@@ -22,156 +25,142 @@ struct SumJob {
     char* sum;
 };
 
-// 16 bytes of a row as floats, and back.
-template <typename T>
-struct Vector;
+// Behind a slot: a slice of a row and its part in a sum.
+struct TermHeader {
+    char* sum;  // where the finished slice goes
+    int bytes;  // kEnd: there is no more
+    float weight;
+    bool is_first, is_last, is_zero;  // zero: a sum without terms, nothing was loaded
 
-template <>
-struct Vector<float> {
-    static constexpr int kSize = 4;
-    static __device__ __forceinline__ void unpack(const uint4& v, float* f) {
-        f[0] = __uint_as_float(v.x), f[1] = __uint_as_float(v.y);
-        f[2] = __uint_as_float(v.z), f[3] = __uint_as_float(v.w);
-    }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return {__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]),
-                __float_as_uint(f[3])};
-    }
+    static constexpr int kEnd = -1;
 };
 
-template <>
-struct Vector<__nv_bfloat16> {
-    static constexpr int kSize = 8;
-    static __device__ __forceinline__ void unpack(const uint4& v, float* f) {
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-        for (int i = 0; i < 4; ++i) {
-            f[2 * i] = __uint_as_float(w[i] << 16);
-            f[2 * i + 1] = __uint_as_float(w[i] & 0xFFFF0000u);
+// One warp: loads the terms of sum after sum. `Walk::next(SumJob&)` is called by the whole warp.
+template <typename Walk>
+__device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SlotHandover& handover,
+                                           const layout::SliceLayout& slices, int row_bytes) {
+    Turn turn;
+    SumJob job;
+    while (walk.next(job)) {
+        const int num_terms = max(job.num_rows, 1);
+        for (int slice = 0; slice < slices.num_slices; ++slice) {
+            const int offset = slice * slices.slice_bytes;
+            const int bytes = min(slices.slice_bytes, row_bytes - offset);
+            for (int i = 0; i < num_terms; ++i) {
+                handover.await_free(turn);
+                if (lane_id() == i) {
+                    slots.header<TermHeader>(turn.at) = {job.sum + offset,   bytes,
+                                                         job.weight,         i == 0,
+                                                         i + 1 == num_terms, job.num_rows == 0};
+                    handover.filled_by(turn, job.num_rows > 0 ? bytes : 0);
+                    if (job.num_rows > 0) {
+                        ptx::bulk_load(slots.bytes(turn.at), job.row + offset, bytes,
+                                       handover.barrier(turn));
+                    }
+                }
+                turn.advance(slots.size());
+            }
         }
     }
-    static __device__ __forceinline__ uint32_t pair(float low, float high) {
-        __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-        return *reinterpret_cast<uint32_t*>(&v);
+    handover.await_free(turn);
+    if (lane_id() == 0) {
+        slots.header<TermHeader>(turn.at).bytes = TermHeader::kEnd;
+        handover.filled(turn);
     }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return {pair(f[0], f[1]), pair(f[2], f[3]), pair(f[4], f[5]), pair(f[6], f[7])};
-    }
-};
+}
 
-template <>
-struct Vector<__half> {
-    static constexpr int kSize = 8;
-    static __device__ __forceinline__ void unpack(const uint4& v, float* f) {
-        const uint32_t w[4] = {v.x, v.y, v.z, v.w};
-        for (int i = 0; i < 4; ++i) {
-            float2 two = __half22float2(*reinterpret_cast<const __half2*>(&w[i]));
-            f[2 * i] = two.x, f[2 * i + 1] = two.y;
-        }
-    }
-    static __device__ __forceinline__ uint32_t pair(float low, float high) {
-        __half2 v = __floats2half2_rn(low, high);
-        return *reinterpret_cast<uint32_t*>(&v);
-    }
-    static __device__ __forceinline__ uint4 pack(const float* f) {
-        return {pair(f[0], f[1]), pair(f[2], f[3]), pair(f[4], f[5]), pair(f[6], f[7])};
-    }
-};
-
-// The warp: sums `num_rows` slices, `stride` bytes apart, into the first.
+// The adders of a ring, kAdderWarps of them; `barrier` is a named barrier of their own.
 template <typename T, bool kWeighted>
-__device__ __forceinline__ void sum_slices(char* stage, int num_rows, int stride, int bytes,
-                                           const float* weights) {
+class Adder {
+  public:
+    __device__ Adder(const Slots& slots, SlotHandover& handover, int adder, int barrier)
+        : slots_(slots), handover_(handover), adder_(adder), barrier_(barrier) {}
+
+    __device__ void run() {
+        float sum[kVectors][V::kSize];
+        while (true) {
+            handover_.await_filled(turn_);
+            const TermHeader header = slots_.header<TermHeader>(turn_.at);
+            if (header.bytes == TermHeader::kEnd) break;
+            if (header.is_first) begin(sum, header.is_zero ? 0.f : -0.f);
+            if (!header.is_zero && at(0) < header.bytes) add(sum, header);
+            if (header.is_last) {
+                store(sum, header);
+            } else {
+                free_slot(turn_.at);
+            }
+            turn_.advance(slots_.size());
+        }
+        ptx::bulk_wait_written<0>();
+    }
+
+  private:
     using V = Vector<T>;
-    auto term = [&](const uint4& packed, int i, float* f) {
-        V::unpack(packed, f);
-        if constexpr (kWeighted) {
-            for (int k = 0; k < V::kSize; ++k) f[k] = __fmul_rn(weights[i], f[k]);
-        }
-    };
-#pragma unroll 2
-    for (int at = lane_id() * 16; at < bytes; at += kWarp * 16) {
-        float sum[V::kSize], next[V::kSize];
-        term(*reinterpret_cast<const uint4*>(stage + at), 0, sum);
-#pragma unroll 4
-        for (int i = 1; i < num_rows; ++i) {
-            term(*reinterpret_cast<const uint4*>(stage + i * stride + at), i, next);
-            for (int k = 0; k < V::kSize; ++k) sum[k] = __fadd_rn(sum[k], next[k]);
-        }
-        *reinterpret_cast<uint4*>(stage + at) = V::pack(sum);
-    }
-}
 
-__device__ __forceinline__ void zero_slice(char* stage, int bytes) {
-    for (int at = lane_id() * 16; at < bytes; at += kWarp * 16) {
-        *reinterpret_cast<uint4*>(stage + at) = uint4{};
-    }
-}
-
-// The role of Ring::run; `Walk::next(SumJob&)` is called by the whole warp.
-template <typename T, typename Walk>
-struct SumRows {
-    // Behind the stage: what to do with it once it has landed.
-    struct Header {
-        char* sum;
-        int num_rows, stride, bytes;
-        float weight[kWarp];
-    };
-
-    Walk walk;
-    int row_bytes, stage_bytes, header_offset;
-    bool weighted;
-    SumJob job{};
-    layout::SliceLayout slices{};
-    int next_slice = 0;
-
-    __device__ bool load(Ring& ring) {
-        if (next_slice == slices.num_slices) {
-            if (!walk.next(job)) return false;
-            slices = slice_for(max(job.num_rows, 1));
-            next_slice = 0;
+    __device__ __forceinline__ void begin(float (&sum)[kVectors][V::kSize], float zero) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+#pragma unroll
+            for (int k = 0; k < V::kSize; ++k) sum[v][k] = zero;
         }
-        const int offset = next_slice++ * slices.slice_bytes;
-        const int bytes = min(slices.slice_bytes, row_bytes - offset);
-        ring.expect(bytes * job.num_rows);
-        char* stage = ring.load_stage();
-        auto* header = reinterpret_cast<Header*>(stage + header_offset);
-        if (lane_id() < job.num_rows) {
-            ptx::bulk_load(stage + lane_id() * slices.slice_bytes, job.row + offset, bytes,
-                           ring.load_barrier());
-            if (weighted) header->weight[lane_id()] = job.weight;
-        }
-        if (lane_id() == 0) {
-            header->sum = job.sum + offset;
-            header->num_rows = job.num_rows;
-            header->stride = slices.slice_bytes;
-            header->bytes = bytes;
-        }
-        ring.advance_load();
-        return true;
     }
 
-    __device__ void work(char* stage) const {
-        auto* header = reinterpret_cast<const Header*>(stage + header_offset);
-        const int num_rows = header->num_rows, bytes = header->bytes;
-        if (num_rows == 0) {
-            zero_slice(stage, bytes);
-        } else if (weighted) {
-            sum_slices<T, true>(stage, num_rows, header->stride, bytes, header->weight);
-        } else if (num_rows > 1) {
-            sum_slices<T, false>(stage, num_rows, header->stride, bytes, nullptr);
+    // For a vector beyond the slice's end the first is read again, which costs less than not to.
+    __device__ __forceinline__ void add(float (&sum)[kVectors][V::kSize],
+                                        const TermHeader& header) const {
+        const char* slot = slots_.bytes(turn_.at);
+        uint4 packed[kVectors];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            packed[v] = *reinterpret_cast<const uint4*>(slot + at(at(v) < header.bytes ? v : 0));
+        }
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            float term[V::kSize];
+            V::unpack(packed[v], term);
+#pragma unroll
+            for (int k = 0; k < V::kSize; ++k) {
+                if constexpr (kWeighted) term[k] = __fmul_rn(header.weight, term[k]);
+                sum[v][k] = __fadd_rn(sum[v][k], term[k]);
+            }
+        }
+    }
+
+    // All adders: each overwrites what it alone has read, so only the store waits for the others.
+    __device__ __forceinline__ void store(const float (&sum)[kVectors][V::kSize],
+                                          const TermHeader& header) {
+        char* slot = slots_.bytes(turn_.at);
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) {
+            if (at(v) < header.bytes) {
+                *reinterpret_cast<uint4*>(slot + at(v)) = V::pack(sum[v]);
+            }
         }
         ptx::fence_proxy_async_smem();
-        __syncwarp();
-        if (lane_id() == 0) ptx::bulk_store(header->sum, stage, bytes);
+        ptx::barrier_sync(barrier_, kAdders);
+        if (adder_ >= kWarp) return free_slot(turn_.at);
+        // the first warp stores, and frees the slot when the store has read it
+        if (lane_id() == 0) ptx::bulk_store(header.sum, slot, header.bytes);
+        ptx::bulk_commit();
+        if (stored_ >= 0) {
+            ptx::bulk_wait_read<1>();
+            free_slot(stored_);
+        }
+        stored_ = turn_.at;
     }
 
-    // As large as the stage allows, in whole strides of the warp where there is more than one.
-    __device__ layout::SliceLayout slice_for(int num_rows) const {
-        int most = stage_bytes / num_rows;
-        int step = most >= kWarp * 16 && row_bytes > most ? kWarp * 16 : layout::kBulkAlign;
-        int slice = min(most / step * step, row_bytes);
-        return {layout::ceil_div(row_bytes, slice), slice};
+    __device__ __forceinline__ void free_slot(int slot) {
+        __syncwarp();
+        if (lane_id() == 0) handover_.freed(slot);
     }
+
+    __device__ __forceinline__ int at(int v) const { return (v * kAdders + adder_) * 16; }
+
+    const Slots& slots_;
+    SlotHandover& handover_;
+    int adder_, barrier_;
+    Turn turn_;
+    int stored_ = -1;  // the first warp: a slot that a store may still read
 };
 
 }  // namespace hybrid_ep::device

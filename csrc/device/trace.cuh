@@ -14,7 +14,11 @@ class Stopwatch {
 
     // All threads may call it, the first of the block notes it.
     __device__ void stop(Span span, uint64_t epoch) const {
-        if (trace_.events == nullptr || threadIdx.x != 0) return;
+        if (threadIdx.x == 0) note(span, epoch);
+    }
+    // The calling thread notes it.
+    __device__ void note(Span span, uint64_t epoch) const {
+        if (trace_.events == nullptr) return;
         const uint32_t at = atomicAdd(trace_.count, 1u);
         if (at >= Trace::kCapacity) return;
         trace_.events[at] = {begin_, ptx::global_timer_ns(), uint32_t(epoch), uint16_t(blockIdx.x),

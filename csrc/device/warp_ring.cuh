@@ -59,7 +59,7 @@ class WarpRing {
                 work_parity_ ^= 1;
             }
         }
-        ptx::bulk_wait_written();
+        ptx::bulk_wait_written<0>();
     }
 
     // ---- for Role::load

@@ -56,14 +56,6 @@ __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int sour
     }
 }
 
-__device__ __forceinline__ int warp_inclusive_sum(int value) {
-    for (int step = 1; step < kWarp; step *= 2) {
-        int other = __shfl_up_sync(0xFFFFFFFFu, value, step);
-        if (lane_id() >= step) value += other;
-    }
-    return value;
-}
-
 // One warp: offsets of the padded groups; returns the rows before this chunk, of all experts.
 __device__ int scan_experts(const AssignRowsParams& p, const Smem& smem) {
     const int experts = p.context.buffer.num_local_experts;
@@ -73,8 +65,8 @@ __device__ int scan_experts(const AssignRowsParams& p, const Smem& smem) {
         int padded = e < experts ? layout::round_up(smem.total[e], p.align) : 0;
         int inclusive = warp_inclusive_sum(padded);
         if (e < experts) smem.offsets[e] = end + inclusive - padded;
-        end += __shfl_sync(0xFFFFFFFFu, inclusive, kWarp - 1);
-        rows_before += __reduce_add_sync(0xFFFFFFFFu, e < experts ? smem.before[e] : 0);
+        end += __shfl_sync(kAllLanes, inclusive, kWarp - 1);
+        rows_before += __reduce_add_sync(kAllLanes, e < experts ? smem.before[e] : 0);
     }
     if (lane_id() == 0) smem.offsets[experts] = end;
     return rows_before;
@@ -139,14 +131,14 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
     __shared__ int warp_copies[kThreads / kWarp], warp_rows[kThreads / kWarp];
     const bool mine = copy.num_places > 0;
     int rows_upto = warp_inclusive_sum(copy.num_places);
-    uint32_t have = __ballot_sync(0xFFFFFFFFu, mine);
+    uint32_t have = __ballot_sync(kAllLanes, mine);
     if (lane_id() == kWarp - 1) {
         warp_rows[warp_id()] = rows_upto;
         warp_copies[warp_id()] = __popc(have);
     }
     __syncthreads();
     if (!mine) return;
-    int copy_at = smem.before[b.num_local_experts] + __popc(have & ((1u << lane_id()) - 1));
+    int copy_at = smem.before[b.num_local_experts] + __popc(have & lanes_below());
     copy.first_row = rows_before + rows_upto - copy.num_places;
     for (int w = 0; w < warp_id(); ++w) {
         copy_at += warp_copies[w];

@@ -48,31 +48,24 @@ struct AssignRowsParams {
 };
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
 
-struct PublishRowsParams {
+// Both halves in one launch, or publishing first and pulling in a later one of the same call.
+struct DispatchParams {
     Context context;
     layout::RecordLayout record;
+    bool publishes, pulls;
     const char *x, *scales;
     const float* weights;
     int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
-    int num_tokens, num_blocks;
-    layout::SliceLayout slices;
-    layout::RingShape ring;
-    int32_t* words;
-};
-void launch_publish_rows(const PublishRowsParams& p, cudaStream_t stream);
-
-struct PullRowsParams {
-    Context context;
-    layout::RecordLayout record;
-    char *rows, *scales;  // [M, row_bytes], [M, scale_bytes]
-    float* weights;       // [M]
+    int num_tokens;
+    char *rows, *row_scales;  // [M, row_bytes], [M, scale_bytes]
+    float* row_weights;       // [M]
     int64_t num_rows;
-    int num_publish_blocks, num_blocks;
+    int num_blocks;
     layout::SliceLayout slices;
     layout::RingShape ring;
     int32_t* words;
 };
-void launch_pull_rows(const PullRowsParams& p, cudaStream_t stream);
+void launch_dispatch(const DispatchParams& p, cudaStream_t stream);
 
 enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
@@ -84,7 +77,8 @@ struct PushSumsParams {
     const float* weights;  // [M] or null
     const float* values;   // [M] or null
     int num_blocks;
-    layout::RingShape ring;
+    layout::SliceLayout slices;
+    layout::RingShape ring;  // of layout::kSumRings
     int32_t* words;
 };
 void launch_push_sums(const PushSumsParams& p, cudaStream_t stream);
@@ -96,7 +90,8 @@ struct SumAtHomeParams {
     char* y;        // [T, row_bytes]
     float* values;  // [T, topk] or null
     int num_tokens, num_blocks;
-    layout::RingShape ring;
+    layout::SliceLayout slices;
+    layout::RingShape ring;  // of layout::kSumRings
     int32_t* words;
 };
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);

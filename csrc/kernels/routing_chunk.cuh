@@ -70,7 +70,7 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
         // the first slot of an expert speaks for it
         uint32_t key = expert >= 0 ? uint32_t(group) << 24 | uint32_t(expert)
                                    : 0x80000000u | uint32_t(lane_id());
-        uint32_t same = __match_any_sync(0xFFFFFFFFu, key);  // all lanes, so not behind an &&
+        uint32_t same = __match_any_sync(kAllLanes, key);  // all lanes, so not behind an &&
         bool speaks = expert >= 0 && __ffs(same) - 1 == lane_id();
         int spoken = speaks ? expert : -1;
         int rank = expert >= 0 ? expert / b.num_local_experts : 0;
@@ -79,13 +79,14 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
         int place = 0;
         bool first_of_rank = speaks;
         for (int j = 0; j < b.topk; ++j) {
-            int other = __shfl_sync(0xFFFFFFFFu, spoken, min(group * b.topk + j, kWarp - 1));
+            int other = __shfl_sync(kAllLanes, spoken, min(group * b.topk + j, kWarp - 1));
             if (other >= 0 && other < expert) {
                 ++place;
                 if (other >= rank_begin) first_of_rank = false;
             }
         }
-        uint32_t firsts = __ballot_sync(0xFFFFFFFFu, first_of_rank);
+        uint32_t firsts = __ballot_sync(kAllLanes, first_of_rank);
+        uint32_t own = __ballot_sync(kAllLanes, expert >= 0 && rank == p.context.rank);
 
         if (speaks) {
             smem.experts[in_chunk * b.topk + place] = int16_t(expert);
@@ -96,7 +97,11 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
             handle.places[token * b.topk + slot] = int8_t(expert >= 0 ? place : -1);
             uint32_t group_lanes = (b.topk == 32 ? 0xFFFFFFFFu : (1u << b.topk) - 1)
                                    << (group * b.topk);
-            if (slot == 0) handle.home_copies[token] = uint8_t(__popc(firsts & group_lanes));
+            if (slot == 0) {
+                const bool travels = firsts & ~own & group_lanes;
+                handle.home_copies[token] = uint8_t(__popc(firsts & group_lanes)) |
+                                            (travels ? layout::HandleView::kTravels : 0);
+            }
         }
     }
 }

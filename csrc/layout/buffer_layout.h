@@ -5,7 +5,8 @@
 //   routing inbox   2 slots x source rank           each source's top-k and its counts per chunk
 //   inbox           max_tokens x fanout rows        summed rows that come home, in rank order
 //   value inbox     max_tokens x topk floats        gradients of weights that come home
-//   flags           phase x source rank x channel   what a peer's block has finished
+//   flags           phase x source rank x channel   what a peer's block has finished; in a
+//                                                   dispatch: which parcel of tokens it published
 #pragma once
 
 #include "layout/bytes.h"
@@ -20,7 +21,7 @@ struct BufferLayout {
     int inbox_row_bytes;  // bytes of a row that comes home
 
     // derived, see make()
-    int num_local_experts, num_chunks, fanout, record_bytes;
+    int num_local_experts, num_chunks, num_parcels, fanout, record_bytes;
     int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
     int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset, total_bytes;
 
@@ -35,6 +36,7 @@ struct BufferLayout {
         l.inbox_row_bytes = inbox_row_bytes;
         l.num_local_experts = num_experts / num_ranks;
         l.num_chunks = ceil_div(max_tokens, kChunkTokens);
+        l.num_parcels = ceil_div(max_tokens, kParcelTokens);
         l.fanout = min_of(topk, num_ranks);
         l.record_bytes = round_up(row_capacity + round_up(topk * 4, kBulkAlign), 128);
         l.experts_bytes = round_up<int64_t>(int64_t(l.num_chunks) * kChunkTokens * topk * 2, 128);
@@ -51,7 +53,7 @@ struct BufferLayout {
         l.routing_offset = region(2LL * num_ranks * (l.experts_bytes + l.counts_bytes));
         l.inbox_offset = region(int64_t(max_tokens) * l.fanout * inbox_row_bytes);
         l.values_offset = region(int64_t(max_tokens) * topk * 4);
-        l.flags_offset = region(int64_t(num_ranks) * 3 * kMaxChannels * 8 + 4096);
+        l.flags_offset = region(int64_t(num_ranks) * (l.flags_of_source() + 1) * 8);
         l.total_bytes = end;
         return l;
     }
@@ -73,15 +75,19 @@ struct BufferLayout {
         return inbox_offset + (token * fanout + slot) * row_bytes;
     }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
-    // Set when `source` has unmapped this memory; until all have, it must not be freed.
-    HYBRID_EP_HD int64_t closed_flag(int source) const {
-        return flags_offset + (int64_t(num_ranks) * (3 * kMaxChannels + 1) + source) * 8;
+    HYBRID_EP_HD int64_t flags_of_source() const {
+        return round_up<int64_t>(2 * kMaxChannels + num_parcels + 1, 16);
     }
     HYBRID_EP_HD int64_t flag(Phase phase, int source, int channel) const {
-        return phase == Phase::kInboxFree
-                   ? flags_offset + (int64_t(num_ranks) * 3 * kMaxChannels + source) * 8
-                   : flags_offset +
-                         ((int64_t(phase) * num_ranks + source) * kMaxChannels + channel) * 8;
+        const int first = phase == Phase::kRoute      ? 0
+                          : phase == Phase::kCombine  ? kMaxChannels
+                          : phase == Phase::kDispatch ? 2 * kMaxChannels
+                                                      : 2 * kMaxChannels + num_parcels;
+        return flags_offset + (source * flags_of_source() + first + channel) * 8;
+    }
+    // Set when `source` has unmapped this memory; until all have, it must not be freed.
+    HYBRID_EP_HD int64_t closed_flag(int source) const {
+        return flags_offset + (num_ranks * flags_of_source() + source) * 8;
     }
 };
 

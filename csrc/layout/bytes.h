@@ -13,9 +13,10 @@ namespace hybrid_ep::layout {
 
 constexpr int kBulkAlign = 16;     // what a TMA bulk copy asks of addresses and sizes
 constexpr int kChunkTokens = 128;  // tokens whose routing is counted and scanned together
+constexpr int kParcelTokens = 16;  // tokens that are published, and announced, together
 constexpr int kMaxRanks = 72;      // of one NVLink domain
 constexpr int kMaxTopk = 32;       // a lane per slot
-constexpr int kMaxChannels = 256;  // blocks of a grid that have a flag of their own
+constexpr int kMaxChannels = 256;  // flags of a phase and source: blocks of a grid
 
 template <typename T>
 HYBRID_EP_HD constexpr T round_up(T value, T multiple) {

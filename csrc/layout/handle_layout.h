@@ -65,8 +65,10 @@ struct HandleView {
     int32_t* offsets;       // [num_local_experts + 1]
     Copy* copies;           // ordered by (source rank, token)
     int32_t* rows;          // row of the output for each local expert of each copy
-    uint8_t* home_copies;   // [T] ranks that my token went to
+    uint8_t* home_copies;   // [T] ranks that my token went to; kTravels: not to mine alone
     int8_t* places;         // [T, topk] slot -> place among the token's distinct experts, or -1
+
+    static constexpr uint8_t kTravels = 0x80;
 
     HYBRID_EP_HD HandleView(int32_t* words, const HandleLayout& l)
         : header(words),
@@ -77,6 +79,8 @@ struct HandleView {
           rows(words + l.rows),
           home_copies(reinterpret_cast<uint8_t*>(words + l.home_copies)),
           places(reinterpret_cast<int8_t*>(words + l.places)) {}
+
+    HYBRID_EP_HD int num_copies(int64_t token) const { return home_copies[token] & ~kTravels; }
 };
 
 }  // namespace hybrid_ep::layout

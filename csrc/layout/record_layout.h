@@ -25,14 +25,15 @@ struct RecordLayout {
     }
 };
 
-// A row is moved in slices that fit a stage of the ring; the last one takes the trailer along.
+// A row is moved in slices that fit a slot of the ring; the last one takes the trailer along.
 struct SliceLayout {
     int num_slices, slice_bytes;
 
     static HYBRID_EP_HD SliceLayout make(int row_bytes, int max_slice_bytes) {
         SliceLayout s{};
         s.num_slices = ceil_div(row_bytes, max_slice_bytes);
-        s.slice_bytes = round_up(ceil_div(row_bytes, s.num_slices), kBulkAlign);
+        const int whole = max_slice_bytes % 128 == 0 ? 128 : kBulkAlign;  // cache lines, if asked
+        s.slice_bytes = round_up(ceil_div(row_bytes, s.num_slices), whole);
         s.num_slices = ceil_div(row_bytes, s.slice_bytes);
         return s;
     }

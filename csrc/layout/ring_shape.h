@@ -1,5 +1,5 @@
-// How a block divides its shared memory among its warps' rings (device/ring.cuh). The numbers were
-// measured, see docs/performance.md.
+// How a block divides its shared memory (device/ring.cuh). The numbers were measured, see
+// docs/performance.md.
 #pragma once
 
 #include "layout/record_layout.h"
@@ -7,33 +7,45 @@
 namespace hybrid_ep::layout {
 
 constexpr int kBlockSmemBytes = 227 * 1024;  // Hopper and Blackwell
-constexpr int kMaxRingWarps = 12;
-constexpr int kStageHeaderBytes = 160;  // of any role: what to do with the stage once it has landed
+constexpr int kStaticSmemBytes = 14 * 1024;  // at most, of any kernel with a ring
+constexpr int kSlotHeaderBytes = 160;        // of any role: what to do with what has landed
+constexpr int kSlotAlign = 128;
+constexpr int kMostSlots = 16;  // of a ring; more would not be faster
 
+// Slots side by side, each at a whole 128 bytes: bulk copies to and from other addresses of shared
+// memory take up to twice as long. Their headers follow.
 struct RingShape {
-    int num_warps, num_stages, stage_bytes;
+    int num_slots, slot_bytes;
 
-    HYBRID_EP_HD int stage_stride() const { return stage_bytes + kStageHeaderBytes; }
-    HYBRID_EP_HD int smem_bytes() const {
-        return num_warps * num_stages * (stage_stride() + 8) + 128;
-    }
-    // As many stages for each warp as fit, at most `most`.
-    HYBRID_EP_HD RingShape with_stages(int most) const {
-        const int fits = (kBlockSmemBytes - 128) / (num_warps * (stage_stride() + 8));
-        return {num_warps, min_of(fits, most), stage_bytes};
-    }
+    HYBRID_EP_HD int slots_bytes() const { return num_slots * slot_bytes; }
+    HYBRID_EP_HD int bytes() const { return slots_bytes() + num_slots * kSlotHeaderBytes; }
 };
 
-// Moving: a stage holds a slice of a row with its trailer, usually all of it. Two stages a warp are
-// faster than more stages of fewer warps, although less is under way.
-HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& record) {
-    RingShape shape{6, 0, round_up(slices.slice_bytes + record.trailer_bytes(), 32)};
-    while (shape.num_warps > 1 && shape.with_stages(2).num_stages < 2) --shape.num_warps;
-    return shape.with_stages(2);
+// As many slots as fit where `rings` share a block.
+HYBRID_EP_HD RingShape ring_of(int slot_bytes, int rings) {
+    RingShape shape{0, round_up(slot_bytes, kSlotAlign)};
+    const int room = (kBlockSmemBytes - kStaticSmemBytes) / rings - kSlotAlign;
+    shape.num_slots = min_of(room / (shape.slot_bytes + kSlotHeaderBytes), kMostSlots);
+    return shape;
 }
 
-// Summing: a stage holds the same slice of all rows of a sum. Many warps with one large stage each
-// beat fewer warps that load ahead: large bulk copies cost least to start.
-HYBRID_EP_HD RingShape sum_ring() { return {12, 1, 16384}; }
+// Of all the rings of a block, and what aligns the first.
+HYBRID_EP_HD int dynamic_smem_bytes(const RingShape& shape, int rings) {
+    return rings * round_up(shape.bytes(), kSlotAlign) + kSlotAlign;
+}
+
+// Moving: a slot holds a slice of a row, usually all of it, with its trailer.
+HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& record) {
+    return ring_of(slices.slice_bytes + record.trailer_bytes(), 1);
+}
+
+// Summing: a slot holds a slice of one row of a sum. Two rings a block: while the threads of one
+// wait for a row, those of the other add.
+constexpr int kSumRings = 2;
+constexpr int kMostSumBytes = 16384;  // of a slice: what the adders of a ring hold in registers
+
+HYBRID_EP_HD RingShape sum_ring(const SliceLayout& slices) {
+    return ring_of(slices.slice_bytes, kSumRings);
+}
 
 }  // namespace hybrid_ep::layout

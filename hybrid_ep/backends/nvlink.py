@@ -3,15 +3,17 @@
 Python checks and owns the tensors, ``csrc/`` gets addresses and launches the kernels:
 
     route      publish_routing, assign_rows   top-k to every rank; the handle; M to the host
-    dispatch   publish_rows, pull_rows        x to my outbox; my copies from the peers' outboxes
+    dispatch   dispatch                       x to my outbox; my copies from the peers' outboxes
     combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
-while publish_rows is running.
+while its tokens are being published.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -71,16 +73,7 @@ class NvlinkBackend:
 
     def __init__(self, buffer: Buffer) -> None:
         topology, config = buffer.topology, buffer.config
-        self._rank = topology.rank
-        self._num_experts = buffer.num_experts
-        self._num_local_experts = buffer.num_local_experts
-        self._topk = buffer.topk
-        self._device = buffer.device
-        self._timeout_s = config.timeout_s
-        self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
-        self._last_ticket = 0
-        self._last_stream: torch.cuda.Stream | None = None
-
+        self._remember(buffer)
         # channels are counted by flags, so all ranks have as many
         num_sms = min(buffer.gather(_num_sms(buffer.device)))
         self._runtime, mine = None, b""
@@ -116,6 +109,20 @@ class NvlinkBackend:
             failure = str(error)
         self._raise_together(buffer.gather(failure))
         self.layout_size = self._runtime.handle_words
+
+    def _remember(self, buffer: Buffer) -> None:
+        """What the verbs need to know, whatever runtime is under them."""
+        self._rank = buffer.topology.rank
+        self._num_experts = buffer.num_experts
+        self._num_local_experts = buffer.num_local_experts
+        self._topk = buffer.topk
+        self._device = buffer.device
+        self._timeout_s = buffer.config.timeout_s
+        self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
+        self._last_ticket = 0
+        self._current_stream = _stream_reader(buffer.device)
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_address = -1  # of the last stream; 0 is the default one's
 
     def _raise_together(self, failures: list[str | None]) -> None:
         for rank, failure in enumerate(failures):
@@ -171,10 +178,9 @@ class NvlinkBackend:
             raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
-        made = Route(
-            *(self._words(size) for size in (self.layout_size, experts, experts + 1)),
-            self._words(1).squeeze(0),
-        )
+        layout = topk_idx.new_empty(self.layout_size, dtype=torch.int32)
+        words = layout.new_empty
+        made = Route(layout, words(experts), words(experts + 1), words(()))
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
@@ -183,11 +189,11 @@ class NvlinkBackend:
             align,
             -1 if exact else max_rows,
             exact,
-            *(tensor.data_ptr() for tensor in made),
+            *map(Tensor.data_ptr, made),
             stream,
         )
         if exact:
-            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
+            self._tickets[layout.data_ptr()] = self._last_ticket = ticket
         return made
 
     def dispatch(
@@ -203,9 +209,11 @@ class NvlinkBackend:
         x = _aligned(x)
         weights = weights if weights is None or weights.stride(1) == 1 else weights.contiguous()
         scales = None if scales is None else scales.contiguous()
-        row_bytes = x.shape[1] * x.element_size()
-        scale_bytes = 0 if scales is None else scales.shape[1] * scales.element_size()
-        self._runtime.publish(
+        num_tokens, hidden = x.shape
+        row_bytes = hidden * x.element_size()
+        num_scales = 0 if scales is None else scales.shape[1]
+        scale_bytes = 0 if scales is None else num_scales * scales.element_size()
+        sent = (
             x.data_ptr(),
             x.stride(0) * x.element_size(),
             row_bytes,
@@ -214,25 +222,21 @@ class NvlinkBackend:
             _address(scales),
             scale_bytes,
             scale_bytes,
-            x.shape[0],
+            num_tokens,
             layout.data_ptr(),
-            stream,
         )
-        if num_rows is None:
+        waits = num_rows is None
+        if waits:
+            self._runtime.publish(*sent, stream)
             num_rows = self._required_rows(layout, stream)
-        rows = x.new_empty((num_rows, x.shape[1]))
+        rows = x.new_empty(num_rows, hidden)
         row_weights = None if weights is None else weights.new_empty(num_rows)
-        row_scales = None if scales is None else scales.new_empty((num_rows, scales.shape[1]))
-        self._runtime.pull(
-            rows.data_ptr(),
-            row_bytes,
-            _address(row_weights),
-            _address(row_scales),
-            scale_bytes,
-            num_rows,
-            layout.data_ptr(),
-            stream,
-        )
+        row_scales = None if scales is None else scales.new_empty(num_rows, num_scales)
+        received = (rows.data_ptr(), _address(row_weights), _address(row_scales), num_rows)
+        if waits:
+            self._runtime.pull(*received, stream)
+        else:
+            self._runtime.dispatch(*sent, *received, stream)
         return rows, row_weights, row_scales
 
     def combine(
@@ -248,12 +252,13 @@ class NvlinkBackend:
         rows = _aligned(rows.contiguous())
         weights = None if weights is None else weights.contiguous()
         values = None if values is None else values.contiguous()
-        y = rows.new_empty((num_tokens, rows.shape[1]))
-        home_values = None if values is None else values.new_empty((num_tokens, self._topk))
+        hidden = rows.shape[1]
+        y = rows.new_empty(num_tokens, hidden)
+        home_values = None if values is None else values.new_empty(num_tokens, self._topk)
         self._runtime.combine(
             rows.data_ptr(),
             _SUM_TYPES[rows.dtype],
-            rows.shape[1] * rows.element_size(),
+            hidden * rows.element_size(),
             _address(weights),
             _address(values),
             y.data_ptr(),
@@ -269,12 +274,16 @@ class NvlinkBackend:
     def _begin(self) -> int:
         """Raise what an earlier call left; order this call behind the last, whatever its stream."""
         self.check()
-        stream = torch.cuda.current_stream(self._device)
-        last = self._last_stream
-        if last is not None and last != stream and not torch.cuda.is_current_stream_capturing():
+        address = self._current_stream()
+        if address != self._last_address:
+            self._follow_last_stream(address)
+        return address
+
+    def _follow_last_stream(self, address: int) -> None:
+        stream, last = torch.cuda.current_stream(self._device), self._last_stream
+        if last is not None and not torch.cuda.is_current_stream_capturing():
             stream.wait_stream(last)
-        self._last_stream = stream
-        return stream.cuda_stream
+        self._last_stream, self._last_address = stream, address
 
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
@@ -287,12 +296,17 @@ class NvlinkBackend:
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
         return num_rows
 
-    def _words(self, size: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int32, device=self._device)
-
 
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _stream_reader(device: torch.device) -> Callable[[], int]:
+    """Tells the address of the current stream, without a Stream object where torch can."""
+    read = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as torch's own compiler does
+    if read is None:
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return functools.partial(read, device.index)
 
 
 def _address(tensor: Tensor | None) -> int:
@@ -302,7 +316,7 @@ def _address(tensor: Tensor | None) -> int:
 
 def _aligned(x: Tensor) -> Tensor:
     """Rows whose bytes follow each other and begin where a bulk copy can; x itself if they do."""
-    if x.stride(1) == 1 and x.stride(0) * x.element_size() % ROW_ALIGN == 0:
-        if x.data_ptr() % ROW_ALIGN == 0:
-            return x
+    stride, step = x.stride()
+    if step == 1 and (stride * x.element_size() | x.data_ptr()) % ROW_ALIGN == 0:
+        return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -174,7 +174,7 @@ class NvshmemBackend(nvlink.NvlinkBackend):
     name = "nvshmem"
 
     def __init__(self, buffer: Buffer) -> None:
-        self._set_sizes(buffer)
+        self._remember(buffer)
         self._buffer = buffer
         self._topology = buffer.topology
         self._runtime, self._part = None, None
@@ -194,17 +194,6 @@ class NvshmemBackend(nvlink.NvlinkBackend):
             failure = str(error)
         self._raise_together(buffer.gather(failure))
         self.layout_size = self._runtime.handle_words
-
-    def _set_sizes(self, buffer: Buffer) -> None:
-        self._rank = buffer.topology.rank
-        self._num_experts = buffer.num_experts
-        self._num_local_experts = buffer.num_local_experts
-        self._topk = buffer.topk
-        self._device = buffer.device
-        self._timeout_s = buffer.config.timeout_s
-        self._tickets: dict[int, int] = {}
-        self._last_ticket = 0
-        self._last_stream: torch.cuda.Stream | None = None
 
     def _map_node(self, mine: int) -> list[int]:
         """Addresses of the parts of my node's ranks."""

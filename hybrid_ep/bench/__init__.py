@@ -20,6 +20,7 @@ shows where the GPU would wait for it.
     options.py    what to measure             calls.py       the library's calls
     inputs.py     tokens, routing, bytes      baselines.py   plain torch's
     clock.py      timing                      ceilings.py    the hardware's
+    phases.py     the kernels alone           fits.py        time against bytes
     sweep.py      all of it, on every rank    records.py, table.py, charts.py   what is told
 """
 
@@ -28,6 +29,7 @@ from hybrid_ep.bench.options import (
     BASELINES,
     DTYPES,
     SIZINGS,
+    SWEEPS,
     Options,
     Shape,
     gpu_sweeps,
@@ -39,6 +41,7 @@ __all__ = [
     "DTYPES",
     "NUM_INPUTS",
     "SIZINGS",
+    "SWEEPS",
     "Options",
     "Shape",
     "gpu_sweeps",

@@ -22,13 +22,15 @@ from torch import Tensor
 
 from hybrid_ep.backends.host_memory import as_words
 from hybrid_ep.bench.clock import Call
-from hybrid_ep.bench.inputs import Inputs, Traffic
+from hybrid_ep.bench.inputs import CopyCounts, Inputs
 from hybrid_ep.bench.options import Shape
 
 
-def bare_calls(shape: Shape, traffic: Traffic, group: Any, device: torch.device) -> Iterator[Call]:
+def bare_calls(
+    shape: Shape, copy_counts: CopyCounts, group: Any, device: torch.device
+) -> Iterator[Call]:
     """The all_to_all_single of the same copies, and nothing else."""
-    rank, copies = dist.get_rank(), traffic.copies
+    rank, copies = dist.get_rank(), copy_counts.copies
     for op, copy_bytes in (("dispatch", shape.dispatch_bytes), ("combine", shape.combine_bytes)):
         if op == "combine" and shape.dtype == "fp8":
             continue
@@ -47,17 +49,19 @@ def bare_calls(shape: Shape, traffic: Traffic, group: Any, device: torch.device)
         def bare(i: int, buffers: Any = buffers, splits: Any = splits) -> Callable[[], Any]:
             return lambda: dist.all_to_all_single(*buffers[i], *splits[i], group=group)
 
-        yield Call("all_to_all", op, "cached", bare, traffic.between_ranks(copy_bytes))
+        yield Call("all_to_all", op, "cached", bare, copy_counts.between_ranks(copy_bytes))
 
 
-def plain_calls(shape: Shape, inputs: list[Inputs], traffic: Traffic, group: Any) -> Iterator[Call]:
+def plain_calls(
+    shape: Shape, inputs: list[Inputs], copy_counts: CopyCounts, group: Any
+) -> Iterator[Call]:
     """Dispatch and combine in plain torch."""
     plain = PlainTorch(shape.experts, group)
     call = functools.partial(Call, dist.get_backend(group), mode="fresh", host_waits=True)
     yield call(
         "dispatch",
         begin=lambda i: functools.partial(plain.dispatch, inputs[i]),
-        link_bytes=traffic.between_ranks(shape.dispatch_bytes),
+        link_bytes=copy_counts.between_ranks(shape.dispatch_bytes),
     )
     if shape.dtype == "fp8":
         return
@@ -66,7 +70,7 @@ def plain_calls(shape: Shape, inputs: list[Inputs], traffic: Traffic, group: Any
         out = plain.dispatch(inputs[i])
         return lambda: plain.combine(out.rows, out.route)
 
-    yield call("combine", begin=home, link_bytes=traffic.between_ranks(shape.combine_bytes))
+    yield call("combine", begin=home, link_bytes=copy_counts.between_ranks(shape.combine_bytes))
 
 
 @dataclass(frozen=True)

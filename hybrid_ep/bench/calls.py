@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep.bench.clock import Call
-from hybrid_ep.bench.inputs import Inputs, Traffic
+from hybrid_ep.bench.inputs import CopyCounts, Inputs
 from hybrid_ep.bench.options import Options, Shape
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
@@ -39,7 +39,7 @@ def library_calls(
     shape: Shape,
     inputs: list[Inputs],
     sizing: str,
-    traffic: Traffic,
+    copy_counts: CopyCounts,
     options: Options,
 ) -> Iterator[Call]:
     """Everything that is timed of one Buffer; collective."""
@@ -53,8 +53,8 @@ def library_calls(
     outs = [_dispatch(buffer, each, max_rows=max_rows, align=align) for each in inputs]
     rows = [out.rows for out in outs]
     weights = [out.weights if options.weighted else None for out in outs]
-    out_bytes = traffic.between_ranks(shape.dispatch_bytes)
-    home_bytes = traffic.between_ranks(shape.combine_bytes)
+    out_bytes = copy_counts.between_ranks(shape.dispatch_bytes)
+    home_bytes = copy_counts.between_ranks(shape.combine_bytes)
     call = functools.partial(Call, buffer.backend, sizing=sizing, max_rows=max_rows)
 
     def fresh(i: int) -> Callable[[], Any]:

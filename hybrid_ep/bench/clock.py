@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ from hybrid_ep.bench.inputs import NUM_INPUTS
 
 # GPUs are kept busy so long before a call, so that the hosts are ahead of them; about 0.5 ms
 LEAD_CYCLES = 1_000_000
+HOST_CALLS = 30  # one after another, when the host is timed: far fewer than a GPU's queue holds
 
 
 @dataclass
@@ -33,8 +36,14 @@ class Call:
         host_waits: whether the host waits for the GPU in it.
         us: of the slowest rank, by iteration; filled in by the clock.
         us_of_fastest: of the fastest rank, likewise.
-        host_us: the same, of the host alone; empty on the CPU, where it is no other.
+        host_us: of the host alone, calls one after another as in a training step, on the rank with
+            the slowest host; empty where the host waits, and where ranks share a device.
+        host_us_after_idle: the same of the timed calls, by iteration: they come after a barrier,
+            which the host slept in, so that it finds its caches cold.
+        rank_us: median of each rank.
         bare: the all_to_all that took turns with it.
+        kernels_us: its kernels alone, on the slowest rank, median; None where nothing was traced.
+        phases_us: of each phase of ``hybrid_ep.trace.PhaseTimes``, likewise.
     """
 
     backend: str
@@ -49,7 +58,11 @@ class Call:
     us: tuple[float, ...] = ()
     us_of_fastest: tuple[float, ...] = ()
     host_us: tuple[float, ...] = ()
+    host_us_after_idle: tuple[float, ...] = ()
+    rank_us: tuple[float, ...] = ()
     bare: Call | None = None
+    kernels_us: float | None = None
+    phases_us: dict[str, float] | None = None
 
 
 class Clock:
@@ -76,13 +89,16 @@ class Clock:
         everybody: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everybody, times)
         of_ranks = torch.tensor(everybody, dtype=torch.float64)  # [rank, call, iteration, 2]
+        medians = of_ranks[..., 0].quantile(0.5, dim=2).t().tolist()  # [call][rank]
         slowest, fastest = of_ranks.amax(dim=0), of_ranks.amin(dim=0)
         bare = {call.op: call for call in calls if call.backend == "all_to_all"}
-        for call, took, least in zip(calls, slowest, fastest, strict=True):
-            call.us, host_us = (tuple(column) for column in took.t().tolist())
+        for call, took, least, of_rank in zip(calls, slowest, fastest, medians, strict=True):
+            call.us, after_idle = (tuple(column) for column in took.t().tolist())
             call.us_of_fastest = tuple(least[:, 0].tolist())
-            call.host_us = host_us if self.device.type == "cuda" else ()
+            call.rank_us = tuple(of_rank)
             call.bare = bare.get(call.op)
+            if self.device.type == "cuda" and not call.host_waits:
+                call.host_us_after_idle = after_idle
 
     def time(self, call: Callable[[], Any]) -> tuple[float, float]:
         """Microseconds of one call on this rank, and those that it held its host."""
@@ -109,6 +125,29 @@ class Clock:
         torch.cuda.synchronize(self.device)
         del result
         return start.elapsed_time(end) * 1e3, host_us
+
+    def time_hosts(self, calls: list[Call]) -> None:
+        """Fill in ``host_us`` of what does not wait, where each rank has a GPU of its own."""
+        for call in calls:
+            if self.nccl is not None and not call.host_waits:
+                call.host_us = self.time_host(call)
+
+    def time_host(self, call: Call) -> tuple[float, ...]:
+        """Microseconds that calls hold the host, one after another while the GPU is behind."""
+        ready = [call.begin(i % NUM_INPUTS) for i in range(HOST_CALLS)]
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        dist.barrier()
+        stamps = [time.perf_counter()]
+        for each in ready:
+            each()
+            stamps.append(time.perf_counter())
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        mine = [(end - begin) * 1e6 for begin, end in itertools.pairwise(stamps)]
+        everybody: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everybody, mine)
+        return tuple(max(everybody, key=statistics.median))
 
 
 def _nccl_group(device: torch.device) -> Any:

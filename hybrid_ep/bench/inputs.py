@@ -73,8 +73,8 @@ def bytes_between_ranks(copies: Tensor, copy_bytes: int) -> int:
     return int(torch.maximum(away.sum(dim=0), away.sum(dim=1)).max()) * copy_bytes
 
 
-class Traffic:
-    """What goes from rank to rank in each input set; collective.
+class CopyCounts:
+    """How many copies and rows go from rank to rank in each input set; collective.
 
     Attributes:
         copies: int64 ``[set, from, to]``.

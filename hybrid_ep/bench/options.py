@@ -18,6 +18,9 @@ DTYPES = {
 }
 BASELINES = ("all_to_all", "nccl", "gloo")
 SIZINGS = ("exact", "max_rows")
+SWEEPS = {  # sizes that a sweep by name stands for
+    "tokens": {"tokens": (1024, 2048, 4096, 8192, 16384, 32768), "experts": (16,), "sms": (48,)},
+}
 VALUES_PER_SCALE = 128  # of fp8 rows, float32 each
 
 

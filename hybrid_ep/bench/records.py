@@ -7,6 +7,7 @@ import shlex
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.clock import Call
-from hybrid_ep.bench.inputs import Traffic
+from hybrid_ep.bench.inputs import CopyCounts
 from hybrid_ep.bench.options import BASELINES, Options, Shape
 
 
@@ -24,7 +25,7 @@ def make_record(
     call: Call,
     shape: Shape,
     sms: int | None,
-    traffic: Traffic,
+    copy_counts: CopyCounts,
     options: Options,
     ceilings: dict[str, Any],
 ) -> dict[str, Any]:
@@ -33,7 +34,6 @@ def make_record(
     gbps = call.link_bytes / median / 1e3
     sms = None if call.backend in BASELINES else sms
     ceiling = ceiling_of(ceilings, call, sms)
-    host_us = None if call.host_waits or not call.host_us else statistics.median(call.host_us)
     return {
         "op": call.op,
         "backend": call.backend,
@@ -50,14 +50,22 @@ def make_record(
         "us_min": min(call.us),
         "us_max": max(call.us),
         "us_fastest_rank": statistics.median(call.us_of_fastest),
-        "host_us": host_us,
-        "rows": traffic.most_rows,
+        "rank_spread_us": [min(call.rank_us), max(call.rank_us)],
+        "host_us": _median(call.host_us),
+        "host_us_after_idle": _median(call.host_us_after_idle),
+        "kernels_us": call.kernels_us,
+        "phases_us": call.phases_us,
+        "rows": copy_counts.most_rows,
         "nvlink_bytes": call.link_bytes,
         "gbps": gbps,
         "ceiling_gbps": ceiling,
         "ceiling_fraction": gbps / ceiling if ceiling else None,
         "ratio_to_all_to_all": median / statistics.median(call.bare.us) if call.bare else None,
     }
+
+
+def _median(times: Sequence[float]) -> float | None:
+    return statistics.median(times) if times else None
 
 
 def describe_machine(device: str, num_ranks: int, commit: str | None = None) -> dict[str, Any]:

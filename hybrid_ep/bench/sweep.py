@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from hybrid_ep.bench.baselines import bare_calls, plain_calls
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.ceilings import measure_ceilings
 from hybrid_ep.bench.clock import Clock
-from hybrid_ep.bench.inputs import NUM_INPUTS, Traffic, make_inputs
+from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
 from hybrid_ep.bench.options import Options, Shape
+from hybrid_ep.bench.phases import add_phases
 from hybrid_ep.bench.records import make_record
 from hybrid_ep.config import Config
 
@@ -46,11 +49,11 @@ def measure(device: torch.device, *sweeps: Options) -> dict[str, Any]:
 def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[str, Any]) -> None:
     device, group = clock.device, clock.carrier
     inputs = [make_inputs(shape, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
-    traffic = Traffic(shape, inputs)
+    copy_counts = CopyCounts(shape, inputs)
     bare, plain = [], []
     if group is not None:  # gloo moves no CUDA tensors, and NCCL wants a GPU for each rank
-        bare = list(bare_calls(shape, traffic, group, device))
-        plain = list(plain_calls(shape, inputs, traffic, group))
+        bare = list(bare_calls(shape, copy_counts, group, device))
+        plain = list(plain_calls(shape, inputs, copy_counts, group))
     done = set()
     for backend, sizing, sms in itertools.product(options.backends, options.sizings, options.sms):
         config = Config(num_sms_publish=sms, num_sms_dispatch=sms, num_sms_combine=sms)
@@ -62,14 +65,28 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
             continue
         key = (buffer.backend, sizing, None if buffer.backend == "torch" else sms)
         if key not in done:
-            calls = list(library_calls(buffer, shape, inputs, sizing, traffic, options))
+            make_calls = functools.partial(
+                library_calls,
+                shape=shape,
+                inputs=inputs,
+                sizing=sizing,
+                copy_counts=copy_counts,
+                options=options,
+            )
+            calls = list(make_calls(buffer))
             # plain torch runs once; the bare one in every setting, for the ratios, reported once
             baselines = [] if done else [*bare, *plain]
             clock.take_turns(
                 [*(baselines or bare), *calls], iters=options.iters, warmup=options.warmup
             )
+            clock.time_hosts(calls)
+            if buffer.backend == "nvlink":
+                traced = make_buffer(shape, device, backend, replace(config, trace=True))
+                add_phases(calls, traced, list(make_calls(traced)), clock)
+                dist.barrier()
+                traced.destroy()
             report["records"] += [
-                make_record(call, shape, key[2], traffic, options, report["ceilings"])
+                make_record(call, shape, key[2], copy_counts, options, report["ceilings"])
                 for call in [*baselines, *calls]
             ]
             done.add(key)

@@ -5,6 +5,7 @@ each. On GPUs without any size named: a sweep of less than a minute at T 4096, H
 GB/s counts what leaves a rank: a token once per other rank that has one of its experts.
 
     hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
+    hybrid-ep bench --sweep tokens
 
 The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
@@ -12,10 +13,12 @@ nccl or gloo all of it in plain torch), mode, direction, sizing, max_rows (the b
 largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dtype, skew, align,
 weighted, sms (of publish, pull and the sums alike; routing's two short kernels have grids of their
 own), us_median, us_min, us_max (of the slowest rank in each iteration), us_fastest_rank (median of
-the fastest rank), host_us (where the host does not wait), rows (largest rank), nvlink_bytes
-(busiest rank, one direction, mean of the input sets), gbps, ceiling_gbps (pull for dispatch, push
-for combine, at these SMs; where there is none, of the peer copy, or of the bare all_to_all),
-ceiling_fraction, ratio_to_all_to_all (of time).
+the fastest rank), rank_spread_us (medians of the fastest and of the slowest rank), host_us (of a
+call among others, where the host does not wait) and host_us_after_idle (of the timed calls),
+kernels_us and phases_us (by phase; nvlink alone, from other calls, which note time stamps; the
+slowest rank, medians), rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the
+input sets), gbps, ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is
+none, of the peer copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
 """
 
 from __future__ import annotations
@@ -50,6 +53,11 @@ _DEFAULTS: dict[str, Any] = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
+    parser.add_argument(
+        "--sweep",
+        choices=tuple(bench.SWEEPS),
+        help="tokens: 1k to 32k of one shape, and what is fixed in a call; sizes may be named too",
+    )
     parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
     parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
     parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
@@ -76,7 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward",
         action=argparse.BooleanOptionalAction,
-        help="time the gradients; default: where sizes are named, or without a GPU",
+        help="time the gradients; default: where sizes are named, or without a GPU; not in a sweep",
     )
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)
@@ -126,7 +134,7 @@ def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) 
 def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:
     on_gpu = args.device != "cpu" and torch.cuda.is_available()
     asked = {name: tuple(given) for name in _DEFAULTS if (given := getattr(args, name)) is not None}
-    sizes = {**_DEFAULTS, **asked}
+    sizes = {**_DEFAULTS, **bench.SWEEPS.get(args.sweep, {}), **asked}
     if on_gpu and "hidden" not in asked:
         sizes["hidden"] = (7168,)
     options = bench.Options(
@@ -138,7 +146,8 @@ def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:
         iters=args.iters,
         warmup=args.warmup,
     )
-    sweeps = bench.gpu_sweeps(options) if on_gpu and not asked else (options,)
-    if args.backward is not None:
-        sweeps = tuple(replace(each, backward=args.backward) for each in sweeps)
+    backward = False if args.sweep and args.backward is None else args.backward
+    sweeps = bench.gpu_sweeps(options) if on_gpu and not (asked or args.sweep) else (options,)
+    if backward is not None:
+        sweeps = tuple(replace(each, backward=backward) for each in sweeps)
     return sweeps

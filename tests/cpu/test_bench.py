@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -17,10 +19,14 @@ from hybrid_ep import bench
 from hybrid_ep.__main__ import main
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
-from hybrid_ep.bench.charts import plot
-from hybrid_ep.bench.clock import Call
+from hybrid_ep.bench.charts import _phase_bars, plot
+from hybrid_ep.bench.clock import HOST_CALLS, Call, Clock
+from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
+from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
 from hybrid_ep.bench.table import print_table
+from hybrid_ep.cli.bench import _sweeps, add_arguments
+from hybrid_ep.trace import Event
 from tests.launch import Pool, Rank
 
 TINY = bench.Options(
@@ -53,6 +59,7 @@ RECORD = {
     "us_fastest_rank": float,
     "us_min": float,
     "us_max": float,
+    "rank_spread_us": list,
     "nvlink_bytes": int,
     "gbps": float,
     "ceiling_fraction": float,
@@ -118,6 +125,9 @@ def test_records(world: Callable[[int], Pool]) -> None:
     for record in report["records"]:
         assert record["us_min"] <= record["us_median"] <= record["us_max"]
         assert record["us_fastest_rank"] <= record["us_median"]
+        fastest, slowest = record["rank_spread_us"]
+        assert 0 < fastest <= slowest <= record["us_median"], "never faster than its slowest rank"
+        assert record["kernels_us"] is record["phases_us"] is None, "torch has no kernels of ours"
         assert record["ratio_to_all_to_all"] > 0
         assert record["ceiling_fraction"] > 0
         if record["sizing"] == "exact":
@@ -125,6 +135,20 @@ def test_records(world: Callable[[int], Pool]) -> None:
         else:
             assert record["max_rows"] == 128, "what the largest rank needs, rounded up"
         assert record["sms"] is None, "the torch backend uses none"
+
+
+def time_host(me: Rank) -> tuple[list[int], tuple[float, ...]]:
+    made = []
+    call = Call("torch", "dispatch", "cached", lambda i: functools.partial(made.append, i), 1)
+    return made, Clock(me.device).time_host(call)
+
+
+def test_the_host_is_timed_over_calls_in_a_row(world: Callable[[int], Pool]) -> None:
+    results = world(2).run(time_host)
+    for made, us in results:
+        assert made == [i % bench.NUM_INPUTS for i in range(HOST_CALLS)]
+        assert len(us) == HOST_CALLS
+        assert us == results[0][1], "of one rank, for all"
 
 
 def test_one_rank(world: Callable[[int], Pool]) -> None:
@@ -163,7 +187,8 @@ def test_plain_table_says_the_same(
         **dict.fromkeys(RECORD, 1),
         **{key: key for key, kind in RECORD.items() if kind is str},
         **{"sms": 24, "ratio_to_all_to_all": 1.5, "us_median": 12.0, "us_min": 3.0, "us_max": 45.0},
-        **{"host_us": 31.4, "ceiling_fraction": 0.84},
+        **{"host_us": 31.4, "ceiling_fraction": 0.84, "rank_spread_us": [11.2, 12.4]},
+        **{"mode": "fresh", "kernels_us": 9.6, "phases_us": {"publish rows": 4.1, "pull rows": 7}},
     }
     machine = {"device": "a GPU", "num_gpus": 1, "commit": "abc"}
     ceilings = {"peer_copy_gbps": 395.0, "pull_gbps": {"8": 322.96, "16": 334.0}}
@@ -172,7 +197,7 @@ def test_plain_table_says_the_same(
     monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
     print_table(report, ["nvlink: no GPU"])
     printed = capsys.readouterr().out
-    for text in ("us [min..max]", "12 [3..45]", "24", "1.50", "31", "0.84"):
+    for text in ("us [min..max]", "12 [3..45]", "24", "1.50", "31", "0.84", "11..12", " 10 "):
         assert text in printed
     for line in (
         "skipped: nvlink: no GPU",
@@ -180,6 +205,7 @@ def test_plain_table_says_the_same(
         "ceiling pull: GB/s by SMs: 323.0 on 8, 334.0 on 16",
     ):
         assert line in printed.splitlines()
+    assert "publish rows 4, pull rows 7" in printed
 
 
 def test_charts_against_sms(tmp_path: Path) -> None:
@@ -205,6 +231,121 @@ def test_charts_against_sms(tmp_path: Path) -> None:
     one_point = {**report, "records": records[:1]}
     assert not plot(one_point, tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()
+
+
+def traced(op: str, sms: int, phases_us: dict[str, float], **others: Any) -> dict[str, Any]:
+    shape = asdict(bench.Shape(16, 64, 8, 2, "bf16"))
+    calls = {"mode": "fresh", "sizing": "exact", "direction": "forward", "backend": "nvlink"}
+    return {
+        **shape,
+        **calls,
+        "op": op,
+        "sms": sms,
+        "us_median": 9.0,
+        "phases_us": phases_us,
+        **others,
+    }
+
+
+def test_a_bar_for_each_phase(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
+    records = [
+        traced("dispatch", 8, {"publish rows": 9.0, "pull rows": 20.0}),
+        traced("dispatch", 16, {"publish rows": 5.0, "pull rows": 11.0}),
+        traced("dispatch", 16, {"publish rows": 5.0, "pull rows": 12.0}, experts=16),
+        traced("dispatch", 16, {"pull rows": 10.0}, mode="cached"),
+        traced("combine", 16, {}),
+    ]
+    assert _phase_bars(records, "dispatch") == {
+        "exact experts 8 on 16 SMs": {"publish rows": 5.0, "pull rows": 11.0},
+        "exact experts 16 on 16 SMs": {"publish rows": 5.0, "pull rows": 12.0},
+    }
+    assert _phase_bars(records, "combine") == {}
+    report = {"device": "a GPU", "commit": "abc", "records": records[:1], "ceilings": {}}
+    assert plot(report, tmp_path / "phases.png"), "one record has no curve, but phases"
+    assert (tmp_path / "phases.png").read_bytes().startswith(b"\x89PNG")
+
+
+# ---- time against bytes
+
+
+def test_a_line_is_found_again() -> None:
+    found = fit([(num_bytes, 30 + num_bytes / 300e3) for num_bytes in (10**6, 4 * 10**6, 10**8)])
+    assert found.fixed_us == pytest.approx(30)
+    assert found.gbps == pytest.approx(300)
+    assert found.most_growth < 1
+
+
+def test_short_calls_say_what_is_fixed() -> None:
+    """2 % of noise on the longest call is more than all that is fixed; it must not hide it."""
+    points = [(n * 10**7, (30 + n * 30) * (1.02 if n == 32 else 1)) for n in (1, 2, 4, 8, 16, 32)]
+    assert fit(points).fixed_us == pytest.approx(30, abs=2)
+
+
+def test_growth_beyond_the_bytes_shows() -> None:
+    assert fit([(1, 10), (2, 19), (4, 57)]).most_growth == pytest.approx(1.5)
+    flat = fit([(1, 10), (2, 10), (4, 10)])
+    assert flat.fixed_us == pytest.approx(10)
+    assert flat.gbps > 1e9, "time does not grow"
+
+
+def test_records_that_differ_in_tokens_alone_are_a_line() -> None:
+    def record(tokens: int, sms: int, **others: Any) -> dict[str, Any]:
+        sizes = {"tokens": tokens, "nvlink_bytes": tokens * 1000, "us_median": 20 + tokens * 2}
+        return traced("dispatch", sms, {}, **sizes, **others)
+
+    records = [record(tokens, sms) for tokens in (1, 2, 4) for sms in (8, 16)]
+    records += [record(tokens, 8, mode="cached") for tokens in (1, 2)]
+    found = fits(records)
+    assert [each["sms"] for each, _ in found] == [8, 16], "two points of cached are no line"
+    assert [line.fixed_us for _, line in found] == pytest.approx([20, 20])
+
+
+# ---- phases
+
+
+class Stamped:
+    """Stands for a Buffer that traces: call i of a rank has phases of so many microseconds."""
+
+    def __init__(self, rank: int) -> None:
+        self.verbs, self.calls, self.rank, self.taken = self, 0, rank, 0
+
+    def call(self) -> None:
+        self.calls += 1
+
+    def take_trace(self) -> list[Event]:
+        self.taken += 1
+        if self.taken % 2 == 1:  # what prepared the call
+            return [Event(3, 0, 1, 0, 10**9)]
+        publish, pull = 1000 * (self.calls + 10 * self.rank), 5000 * self.calls
+        return [Event(3, 0, 1, 0, publish), Event(6, 1, 1, publish + 500, publish + 500 + pull)]
+
+
+def trace(me: Rank) -> tuple[float | None, dict[str, float] | None]:
+    buffer = Stamped(me.rank)
+    timed, traced = (
+        Call("nvlink", "dispatch", "fresh", lambda i: buffer.call, 1) for _ in range(2)
+    )
+    add_phases([timed], buffer, [traced], Clock(me.device))
+    assert buffer.calls == TRACED_CALLS == 5
+    return timed.kernels_us, timed.phases_us
+
+
+def test_phases_are_medians_of_the_slowest_rank(world: Callable[[int], Pool]) -> None:
+    for kernels_us, phases_us in world(2).run(trace):
+        assert phases_us == {"publish rows": 13.0, "pull rows": 15.0}
+        assert kernels_us == 13 + 0.5 + 15
+
+
+def test_sweeps_by_name() -> None:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    (sweep,) = _sweeps(parser.parse_args("--sweep tokens --hidden 64 --device cpu".split()))
+    assert sweep.tokens == (1024, 2048, 4096, 8192, 16384, 32768)
+    assert (sweep.hidden, sweep.experts, sweep.backward) == ((64,), (16,), False)
+    (named,) = _sweeps(parser.parse_args("--sweep tokens --tokens 8 16 --backward".split()))
+    assert named.tokens == (8, 16)
+    assert named.backward
 
 
 @pytest.mark.parametrize(

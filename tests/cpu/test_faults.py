@@ -3,6 +3,8 @@
 import pytest
 
 from hybrid_ep import Config
+from tests import faults
+from tests.faults import each_phase, two_or_three
 from tests.ranks import mistakes
 
 FIRST_CALL = 3  # after the route and the dispatch of the call before
@@ -10,40 +12,26 @@ PATIENT = {"config": Config(timeout_s=20)}
 IMPATIENT = {"config": Config(timeout_s=1)}
 
 
-def check_named(outcomes, victim, phase):
-    """All but the last rank tell the same story, and go on telling it until the Buffer is gone."""
-    for rank, outcome in enumerate(outcomes[:victim]):
-        assert outcome.error is None, outcome.error
-        seen = outcome.value
-        where = (seen["rank"], seen["peer"], seen["phase"])
-        assert where == (rank, victim, phase), seen["error"]
-        assert seen["call"] == FIRST_CALL
-        told = f"rank {rank} waited for rank {victim} in {phase} (call {FIRST_CALL})"
-        assert seen["error"].startswith(told)
-        assert seen["again"] == [seen["error"]] * 3
-        assert "destroyed" in seen["destroyed"]
+def told(seen):
+    assert seen["call"] == FIRST_CALL
+    assert f"(call {FIRST_CALL}): " in seen["error"], "no channels here"
 
 
-PHASES = {"route": mistakes.route, "dispatch": mistakes.dispatch, "combine": mistakes.combine}
+def told_of_another_call(seen):
+    told(seen)
+    assert "made another call" in seen["error"]
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("phase", PHASES)
+@two_or_three
+@each_phase
 def test_peer_stays_away(fresh_world, phase, num_ranks):
-    pool = fresh_world(num_ranks)
-    outcomes = pool.outcomes(mistakes.fault, PHASES[phase], mistakes.stay_away, IMPATIENT)
-    check_named(outcomes, num_ranks - 1, phase)
-    assert pool.close() == [0] * num_ranks
+    faults.stays_away(fresh_world(num_ranks), phase, IMPATIENT, told)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
-@pytest.mark.parametrize("phase", PHASES)
+@two_or_three
+@each_phase
 def test_peer_dies(fresh_world, phase, num_ranks):
-    pool = fresh_world(num_ranks)
-    outcomes = pool.outcomes(mistakes.fault, PHASES[phase], mistakes.die, IMPATIENT)
-    check_named(outcomes, num_ranks - 1, phase)
-    assert outcomes[-1].exit_code == -9
-    assert pool.close() == [0] * (num_ranks - 1) + [-9]
+    faults.dies(fresh_world(num_ranks), phase, IMPATIENT, told)
 
 
 OTHER_CALLS = {
@@ -56,29 +44,23 @@ OTHER_CALLS = {
 
 
 @pytest.mark.parametrize("theirs, last", OTHER_CALLS.values(), ids=OTHER_CALLS)
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@two_or_three
 def test_peer_makes_another_call(fresh_world, theirs, last, num_ranks):
-    pool = fresh_world(num_ranks)
     sizes = {**PATIENT, "scale_bytes": 64}  # room for rows of fp32
-    outcomes = pool.outcomes(mistakes.fault, theirs, last, sizes)
-    phase = "combine" if theirs is mistakes.combine else "dispatch"
-    check_named(outcomes, num_ranks - 1, phase)
-    assert "made another call" in outcomes[0].value["error"]
-    assert "made another call" in outcomes[-1].value["error"]
-    assert pool.close() == [0] * num_ranks
+    pool = fresh_world(num_ranks)
+    text = faults.makes_another_call(pool, theirs, last, sizes, told_of_another_call)
+    assert "made another call" in text
 
 
 def test_DeepEP_604_too_many_tokens_on_one_rank(fresh_world):
     pool = fresh_world(2)
     outcomes = pool.outcomes(mistakes.fault, mistakes.route, mistakes.too_many_tokens, IMPATIENT)
-    check_named(outcomes, 1, "route")
+    faults.check_named(outcomes, "route", told)
     assert outcomes[1].error is None
 
 
 def test_DeepEP_570_late_peer_is_waited_for(world):
-    for seen in world(2).run(mistakes.fault, mistakes.combine, mistakes.come_late, PATIENT):
-        assert seen["error"] is None
-        assert "destroyed" in seen["destroyed"]
+    faults.is_late(world(2), PATIENT)
 
 
 def test_Automodel_2686_exit_without_destroy(fresh_world):

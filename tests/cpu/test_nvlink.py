@@ -1,7 +1,10 @@
 """How the nvlink backend is set up, or not, when a rank's GPU says no: a fake GPU on each rank."""
 
+from types import SimpleNamespace
+
 import pytest
 
+import hybrid_ep
 from tests.ranks import fake_nvlink
 
 NOT_PERMITTED = {
@@ -104,6 +107,58 @@ def test_slime_restore_without_memory_raises_on_all_ranks_and_can_be_repeated(wo
         assert "was released" in got["still"]
         assert got["backend"] == "nvlink"
         assert "released" not in got["describe"]
+
+
+# ---- the verbs: what the kernels are asked, and in which order
+
+
+@pytest.fixture
+def quiet(alone):
+    """A Buffer whose kernels do nothing, on CPU tensors, and what they were asked."""
+    fake = fake_nvlink.Fake(num_rows=24)
+    with fake_nvlink.cpu_with(fake) as streams:
+        yield fake_nvlink.Quiet(alone, fake, streams)
+
+
+def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
+    out = quiet.dispatch()
+    assert quiet.asked() == ["route", "publish", "required_rows", "pull"]
+    assert out.rows.shape[0] == 24
+    quiet.dispatch(max_rows=32)
+    assert quiet.asked() == ["route", "dispatch"]
+    quiet.dispatch(handle=out.handle)
+    assert quiet.asked() == ["dispatch"]
+    hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
+    assert quiet.asked() == ["combine"]
+
+
+def test_a_call_waits_for_the_last_stream_if_it_was_another(quiet):
+    first, other = quiet.streams.current, fake_nvlink.FakeStream(7)
+    quiet.dispatch()
+    assert first.waited_for == []
+    quiet.streams.current = other
+    quiet.dispatch()
+    assert other.waited_for == [first]
+    quiet.streams.current = fake_nvlink.FakeStream(7)  # another object for the same stream
+    out = quiet.dispatch()
+    assert quiet.streams.current.waited_for == []
+    quiet.streams.current = first
+    hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
+    assert first.waited_for == [other]
+
+
+def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
+    out = quiet.dispatch()
+    quiet.asked()
+    quiet.fake.left_behind = SimpleNamespace(kind=1, phase=1, peer=0, channel=5, epoch=2, seen=0)
+    for call in (
+        quiet.dispatch,
+        lambda: quiet.dispatch(handle=out.handle),
+        lambda: hybrid_ep.combine(quiet.buffer, out.rows, out.handle),
+    ):
+        with pytest.raises(hybrid_ep.PeerError, match=r"dispatch \(call 2"):
+            call()
+    assert quiet.asked() == []
 
 
 def test_slime_nothing_to_free_needs_no_gpu():

@@ -49,25 +49,31 @@ def write_and_watch(me, path):
 # ---- the extension
 
 
-def extension() -> Path:
-    path = machine._find_extension()
+MODULES = (machine.EXTENSION, machine.NETWORK_EXTENSION)
+
+
+def built(module: str) -> Path:
+    path = machine._find_extension(module)
     if path is None:
-        pytest.skip("the extension is not built here")
+        pytest.skip(f"{module} is not built here")
     return Path(path)
 
 
-def test_DeepEP_699_the_extension_knows_no_torch():
+@pytest.mark.parametrize("module", MODULES)
+def test_DeepEP_699_the_extension_knows_no_torch(module):
     """Torch's headers and ABI change from version to version; one binary serves all of them."""
-    binary = extension().read_bytes()
+    binary = built(module).read_bytes()
     for name in (b"libtorch", b"libc10", b"_ZN2at", b"_ZN3c10"):
         assert name not in binary, name
 
 
-def test_DeepEP_476_the_extension_needs_neither_driver_nor_toolkit_to_load():
+@pytest.mark.parametrize("module", MODULES)
+def test_DeepEP_476_the_extension_needs_neither_driver_nor_toolkit_to_load(module):
     """An image without a GPU can import what it built."""
-    path = extension()
+    path = built(module)
     assert b"libcudart.so" not in path.read_bytes(), "the runtime is not linked statically"
-    assert machine.load_error(str(path)) is None
+    error = machine.load_error(str(path)) if module == MODULES[0] else machine.network_load_error()
+    assert error is None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import hybrid_ep
-from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets
+from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets, phase_times
 
 PUBLISH, WAIT, ASSIGN = range(3)
 
@@ -34,6 +34,23 @@ def two_ranks() -> list[list[Event]]:
 
 def test_timers_are_put_on_one_clock() -> None:
     assert clock_offsets(two_ranks()) == [0, 170_000]
+
+
+def test_times_of_phases() -> None:
+    """A phase is as long as all its blocks together, a wait as long as one block waited."""
+    events = [
+        *a_call(1, 0, 0, 5_000),
+        Event(WAIT, 0, 1, 20_000, 21_500),  # block 0 waits once more, after it assigned
+    ]
+    times = phase_times(events)
+    assert times.phases == {
+        SPANS[PUBLISH][1]: 3.0,
+        SPANS[WAIT][1]: 2.5,
+        SPANS[ASSIGN][1]: 9.0,
+    }
+    assert list(times.phases) == [SPANS[span][1] for span in (PUBLISH, WAIT, ASSIGN)]
+    assert times.kernels == 21.5
+    assert phase_times([]) == (0.0, {})
 
 
 def test_a_rank_without_a_shared_wait_keeps_its_clock() -> None:

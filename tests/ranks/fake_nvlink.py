@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 import hybrid_ep.buffer
+from hybrid_ep import rules
 from hybrid_ep.backends import nvlink
 from tests.cases import Case
 from tests.launch import Rank
@@ -28,10 +29,14 @@ class Fake:
     Attributes:
         fails: what CUDA says, for each call that is to fail.
         events: (call, time of the host's clock, which ranks share).
+        num_rows: of every exact dispatch.
+        left_behind: the fault of an earlier call.
     """
 
     fails: dict[str, str] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
+    num_rows: int = 0
+    left_behind: SimpleNamespace | None = None
 
     RuntimeConfig = SimpleNamespace
     handle_words = 64
@@ -56,8 +61,28 @@ class Fake:
     def destroy(self) -> None:
         self.note("destroy")
 
-    def fault(self) -> None:
-        return None
+    def fault(self) -> SimpleNamespace | None:
+        return self.left_behind
+
+    def route(self, *arguments: int) -> int:
+        self.note("route")
+        return 1
+
+    def publish(self, *arguments: int) -> None:
+        self.note("publish")
+
+    def required_rows(self, ticket: int, stream: int) -> int:
+        self.note("required_rows")
+        return self.num_rows
+
+    def pull(self, *arguments: int) -> None:
+        self.note("pull")
+
+    def dispatch(self, *arguments: int) -> None:
+        self.note("dispatch")
+
+    def combine(self, *arguments: int) -> None:
+        self.note("combine")
 
     def free_unread_memory(self) -> None:
         self.note("free_unread_memory")
@@ -66,19 +91,85 @@ class Fake:
         return [when for what, when in self.events if what == call]
 
 
+class FakeStream:
+    """The current stream of a fake GPU; remembers which other streams it was told to wait for."""
+
+    def __init__(self, address: int = 0) -> None:
+        self.cuda_stream = address
+        self.waited_for: list[FakeStream] = []
+
+    def wait_stream(self, other: FakeStream) -> None:
+        self.waited_for.append(other)
+
+
+class FakeStreams:
+    """``current`` is what torch would call the current stream."""
+
+    def __init__(self) -> None:
+        self.current = FakeStream()
+
+    def reader(self, device: torch.device) -> Callable[[], int]:
+        return lambda: self.current.cuda_stream
+
+
+@contextlib.contextmanager
+def _instead(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in replacements:
+            stack.enter_context(mock.patch.object(owner, name, replacement))
+        yield
+
+
 @contextlib.contextmanager
 def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
     """What a Hopper with this extension would answer."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in (
-            (nvlink, "_nvlink", fake),
-            (nvlink, "_num_sms", lambda device: 132),
-            (hybrid_ep.buffer, "host_name", lambda: host),
-            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
-            (torch.cuda, "synchronize", lambda device: None),
-        ):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
+    with _instead(
+        (nvlink, "_nvlink", fake),
+        (nvlink, "_num_sms", lambda device: 132),
+        (hybrid_ep.buffer, "host_name", lambda: host),
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "synchronize", lambda device: None),
+    ):
         yield
+
+
+@contextlib.contextmanager
+def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
+    """The nvlink backend takes tensors of the CPU; its kernels do nothing."""
+    streams = FakeStreams()
+    with (
+        gpu_with(fake),
+        _instead(
+            (nvlink, "unavailable_reason", lambda buffer: None),
+            (nvlink, "_stream_reader", streams.reader),
+            (torch.cuda, "current_stream", lambda device: streams.current),
+            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (rules, "check_experts", lambda buffer, topk_idx: None),  # a GPU's kernels do that
+        ),
+    ):
+        yield streams
+
+
+class Quiet:
+    """A Buffer of one rank whose kernels do nothing, within ``cpu_with``."""
+
+    def __init__(self, me: Rank, fake: Fake, streams: FakeStreams) -> None:
+        case = CASE.on(1)
+        self.fake, self.streams = fake, streams
+        self.buffer = me.buffer(**case.sizes(), device="cpu", backend="nvlink")
+        self.inputs = case.inputs(0)
+        self.asked()
+
+    def dispatch(self, handle: hybrid_ep.Handle | None = None, **sizing: int) -> Any:
+        topk_idx = None if handle else self.inputs.topk_idx
+        x, weights = self.inputs.x, self.inputs.weights
+        return hybrid_ep.dispatch(self.buffer, x, topk_idx, weights, handle=handle, **sizing)
+
+    def asked(self) -> list[str]:
+        """The calls since the last time."""
+        events = [call for call, _ in self.fake.events]
+        self.fake.events.clear()
+        return events
 
 
 def build(

@@ -1,0 +1,337 @@
+"""Route, dispatch and combine as torch sees them: three ways to run one verb of a backend.
+
+    someone watches ops    the op ``hybrid_ep::dispatch``: torch.compile, export, a dispatch mode
+                           (selective checkpoint, FakeTensor), functorch, torch.jit, the profiler
+    a gradient is wanted   an autograd Function
+    neither                the backend, at once
+
+An op costs the host some ten microseconds more than a Function and that several more than a call,
+so ops are made only for those who look at them. What a verb does, what it saves and its gradient
+are written once, for all three. Dispatch and combine are each other's transpose: the backward of
+one is a call of the other with the same layout.
+
+The arguments of a verb are the same in each way. An op cannot return None: an optional tensor that
+is absent comes back empty from it, and None from the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_ep import rules
+from hybrid_ep.backends import Route
+from hybrid_ep.buffer import find_buffer
+
+try:
+    from torch._C import (
+        _are_functorch_transforms_active,
+        _get_tracing_state,
+        _len_torch_dispatch_stack,
+    )
+    from torch._C._autograd import _profiler_enabled
+except ImportError:  # a torch that keeps them elsewhere: there is always somebody who watches
+
+    def _len_torch_dispatch_stack() -> int:
+        return 1
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_PART = 1 << 25  # elements of a product in float32 that is alive at once: 128 MB
+
+
+def route(
+    topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Who sends what into which row: the fields of ``backends.Route``."""
+    way = _route_op if _watched(topk_idx) else _route_now
+    return way(topk_idx, max_rows, align, buffer_id)
+
+
+def dispatch(
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    num_rows: int | None,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Rows, and their weights and scales; differentiable in x and weights."""
+    if _watched(x, weights, scales, layout):
+        way = _dispatch_op
+    elif _needs_grad(x, weights):
+        way = _apply_dispatch
+    else:
+        way = _dispatch_now
+    return way(x, weights, scales, layout, num_tokens, num_rows, buffer_id)
+
+
+def combine(
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor | None]:
+    """The sums ``y [T, H]``, and ``values [M]`` at home ``[T, K]``; differentiable in all three."""
+    if _watched(rows, weights, values, layout):
+        way = _combine_op
+    elif _needs_grad(rows, weights, values):
+        way = _apply_combine
+    else:
+        way = _combine_now
+    return way(rows, weights, values, layout, num_tokens, buffer_id)
+
+
+def _watched(*tensors: Tensor | None) -> bool:
+    """Whether anybody wants to see ops; the compiler takes this for the constant True."""
+    return (
+        torch.compiler.is_compiling()
+        or _len_torch_dispatch_stack() > 0
+        or _are_functorch_transforms_active()
+        or _get_tracing_state() is not None
+        or _profiler_enabled()
+        or not _PLAIN.issuperset(map(type, tensors))
+    )
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    if torch.is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+# ---- at once
+
+
+def _route_now(topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int) -> Route:
+    buffer = find_buffer(buffer_id)
+    rules.check_experts(buffer, topk_idx)
+    return buffer.verbs.route(topk_idx, max_rows=max_rows, align=align)
+
+
+def _dispatch_now(
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    num_rows: int | None,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    verbs = find_buffer(buffer_id).verbs
+    return verbs.dispatch(x, weights, scales, layout, num_rows=num_rows)
+
+
+def _combine_now(
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor | None]:
+    verbs = find_buffer(buffer_id).verbs
+    return verbs.combine(rows, weights, values, layout, num_tokens=num_tokens)
+
+
+# ---- as ops, which anybody may call, so they check the rules themselves
+
+
+@torch.library.custom_op("hybrid_ep::route", mutates_args=())
+def _route_op(
+    topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    rules.check_route(find_buffer(buffer_id), topk_idx, max_rows, align)
+    return tuple(_route_now(topk_idx, max_rows, align, buffer_id))
+
+
+@_route_op.register_fake
+def _(topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int) -> tuple[Tensor, ...]:
+    buffer = find_buffer(buffer_id)
+    experts = buffer.num_local_experts
+    shapes = ([buffer.layout_size], [experts], [experts + 1], [])
+    return tuple(topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
+
+
+@torch.library.custom_op("hybrid_ep::dispatch", mutates_args=())
+def _dispatch_op(
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    num_rows: int | None,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    rules.check_dispatch(find_buffer(buffer_id), x, weights, scales, num_tokens)
+    rows, row_weights, row_scales = _dispatch_now(
+        x, weights, scales, layout, num_tokens, num_rows, buffer_id
+    )
+    return (
+        rows,
+        x.new_empty(0, dtype=torch.float32) if row_weights is None else row_weights,
+        x.new_empty(0) if row_scales is None else row_scales,
+    )
+
+
+@_dispatch_op.register_fake
+def _(
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    num_rows: int | None,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if num_rows is None:
+        num_rows = torch.library.get_ctx().new_dynamic_size()
+    return (
+        x.new_empty([num_rows, x.shape[1]]),
+        x.new_empty(0, dtype=torch.float32) if weights is None else weights.new_empty([num_rows]),
+        x.new_empty(0) if scales is None else scales.new_empty([num_rows, scales.shape[1]]),
+    )
+
+
+@torch.library.custom_op("hybrid_ep::combine", mutates_args=())
+def _combine_op(
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor]:
+    rules.check_combine(find_buffer(buffer_id), rows, weights)
+    y, home_values = _combine_now(rows, weights, values, layout, num_tokens, buffer_id)
+    return y, rows.new_empty(0, dtype=torch.float32) if home_values is None else home_values
+
+
+@_combine_op.register_fake
+def _(
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    buffer_id: int,
+) -> tuple[Tensor, Tensor]:
+    topk = find_buffer(buffer_id).topk
+    return (
+        rows.new_empty([num_tokens, rows.shape[1]]),
+        rows.new_empty(0, dtype=torch.float32)
+        if values is None
+        else values.new_empty([num_tokens, topk]),
+    )
+
+
+# ---- gradients: the transpose of each is the other
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
+    ctx.save_for_backward(layout)
+    ctx.with_weights = weights is not None
+
+
+def _dispatch_backward(
+    ctx: Any, grad_rows: Tensor, grad_weights: Tensor | None, grad_scales: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    (layout,) = ctx.saved_tensors
+    values = grad_weights.contiguous() if ctx.with_weights else None
+    if not ctx.needs_input_grad[0] and grad_rows.dtype.itemsize == 1:
+        # fp8 has no sums, and only the weights' gradient is wanted: nothing goes home beside it
+        grad_rows = grad_rows.new_zeros(grad_rows.shape, dtype=torch.bfloat16)
+    grad_x, grad_topk = combine(
+        grad_rows.contiguous(), None, values, layout, ctx.num_tokens, ctx.buffer_id
+    )
+    return (
+        grad_x if ctx.needs_input_grad[0] else None,
+        grad_topk if ctx.with_weights else None,
+        *(None,) * 5,
+    )
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    rows, weights, values, layout, _, ctx.buffer_id = inputs
+    ctx.with_values = values is not None
+    ctx.num_rows = rows.shape[0]
+    # without weights the rows are not needed again and may be freed by the caller
+    ctx.save_for_backward(layout, *(() if weights is None else (rows, weights)))
+
+
+def _combine_backward(
+    ctx: Any, grad_y: Tensor, grad_home: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    layout, *weighted = ctx.saved_tensors
+    grad_home = grad_home.contiguous() if ctx.with_values else None
+    grad_rows, grad_values, _ = dispatch(
+        grad_y.contiguous(), grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
+    )
+    grad_weights = None
+    if weighted:
+        grad_rows, grad_weights = _weighted_backward(*weighted, grad_rows)
+    return grad_rows, grad_weights, grad_values if ctx.with_values else None, None, None, None
+
+
+_dispatch_op.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
+_combine_op.register_autograd(_combine_backward, setup_context=_save_combine)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = _dispatch_now(*inputs)
+        _save_dispatch(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_dispatch_backward)
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        output = _combine_now(*inputs)
+        _save_combine(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_combine_backward)
+
+
+# What Function.apply ends in; before that it looks for functorch, as _watched has done, which costs
+# a sixth of the call.
+_apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
+_apply_combine = super(torch.autograd.Function, _Combine).apply
+
+
+def _weighted_backward(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights where ``grads [M, H]`` are those of ``weights * rows``.
+
+    In eager mode part by part and into ``grads``, so that no copy of all rows in float32 is made;
+    a compiler makes none anyhow, and a second derivative needs ``grads`` as they are.
+    """
+    if _watched(rows, weights, grads) or torch.is_grad_enabled():
+        grad_rows = (grads * weights.unsqueeze(1)).to(grads.dtype)
+        return grad_rows, _row_dots(rows, grads, weights.dtype)
+    step = max(1, _PART // max(1, rows.shape[1]))
+    dots = []
+    for row, weight, grad in zip(*(t.split(step) for t in (rows, weights, grads)), strict=True):
+        dots.append(_row_dots(row, grad, weight.dtype))
+        grad.mul_(weight.unsqueeze(1))  # in weight's dtype, rounded once
+    return grads, torch.cat(dots)
+
+
+def _row_dots(rows: Tensor, grads: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[M]``: dot product of each row and its gradient, accumulated in ``dtype``.
+
+    The gradient of padding is zero; what the experts left there, perhaps NaN, does not count.
+    """
+    dots = (grads.to(dtype) * rows).sum(dim=1)
+    return torch.where(grads.any(dim=1), dots, 0.0)

@@ -1,0 +1,315 @@
+"""The three ways to run a verb (torch_verbs): who gets which, and that all give the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hybrid_ep
+from hybrid_ep import rules, torch_verbs
+from tests import oracle
+from tests.cases import FP8, Case, params
+from tests.checks import same_bytes
+
+CASE = Case("ways", num_ranks=1, topk=3, dtype=torch.float32)
+CASES = [
+    CASE,
+    replace(CASE, name="bf16_overflow", dtype=torch.bfloat16, max_rows="third"),
+    replace(CASE, name="holes_and_padding", routing="duplicates", align=4, max_rows="more"),
+    replace(CASE, name="scales", num_scales=2),
+    replace(CASE, name="no_tokens", tokens=(0,)),
+]
+
+
+@contextlib.contextmanager
+def as_ops() -> Iterator[None]:
+    with mock.patch.object(torch_verbs, "_watched", lambda *tensors: True):
+        yield
+
+
+class Layer:
+    """Dispatch and a weighted combine of one rank, and what it takes."""
+
+    def __init__(self, alone, case: Case) -> None:
+        self.case, self.buffer = case, alone.buffer(**case.sizes())
+        inputs, device = case.inputs(0), alone.device
+        self.x = case.values(0, "x", len(inputs.x)).to(device).requires_grad_()
+        self.weights = inputs.weights.to(device).requires_grad_()
+        self.topk_idx = inputs.topk_idx.to(device)
+        self.scales = None if inputs.scales is None else inputs.scales.to(device)
+        self.grad_y = case.values(0, "grad y", len(inputs.x)).to(device)
+        self.sizing = {"max_rows": oracle.max_rows(case), "align": case.align}
+
+    def __call__(self, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
+        out = hybrid_ep.dispatch(
+            self.buffer, x, self.topk_idx, weights, scales=self.scales, **self.sizing
+        )
+        y = hybrid_ep.combine(self.buffer, torch.tanh(out.rows), out.handle, weights=out.weights)
+        plain = hybrid_ep.combine(self.buffer, out.rows, out.handle)
+        replayed = hybrid_ep.dispatch(self.buffer, x * 2, None, weights, handle=out.handle)
+        total = y + plain + hybrid_ep.combine(self.buffer, replayed.rows, replayed.handle)
+        scales = () if out.scales is None else (out.scales,)
+        return total, out.rows, out.weights, out.counts, *scales
+
+    def with_gradients(self) -> list[Tensor]:
+        outputs = self(self.x, self.weights)
+        return [*outputs, *self.gradients(outputs)]
+
+    def gradients(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(outputs[0], (self.x, self.weights), self.grad_y)
+
+
+@params(CASES)
+def test_all_ways_give_the_same(alone, case):
+    layer = Layer(alone, case)
+    by_function = layer.with_gradients()
+    with as_ops():
+        by_op = layer.with_gradients()
+    with torch.no_grad():
+        at_once = layer(layer.x, layer.weights)
+    for got, want in zip(by_function, by_op, strict=True):
+        same_bytes(got.detach(), want.detach(), "Function and op")
+    for got, want in zip(at_once, by_op, strict=False):
+        same_bytes(got, want.detach(), "at once and op")
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, as_ops])
+def test_second_derivatives(alone, way):
+    case = replace(CASE, tokens=(3,), hidden=4)
+    buffer, inputs = alone.buffer(**case.sizes()), case.inputs(0)
+    x = case.values(0, "x", 3).double().requires_grad_()
+    weights = inputs.weights.double().requires_grad_()
+
+    def layer(x: Tensor, weights: Tensor) -> Tensor:
+        out = hybrid_ep.dispatch(buffer, x, inputs.topk_idx, weights)
+        return hybrid_ep.combine(buffer, torch.tanh(out.rows), out.handle, weights=out.weights)
+
+    with way():
+        assert torch.autograd.gradgradcheck(layer, (x, weights))
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, as_ops])
+def test_weights_get_their_gradient_beside_rows_of_fp8(alone, way):
+    case = replace(CASE, dtype=torch.bfloat16)
+    buffer, inputs, device = alone.buffer(**case.sizes()), case.inputs(0), alone.device
+    narrow = torch.randn(inputs.x.shape).to(device)
+    topk_idx, weights = inputs.topk_idx.to(device), inputs.weights.to(device)
+
+    def gradient(x: Tensor) -> Tensor:
+        leaf = weights.clone().requires_grad_()
+        out = hybrid_ep.dispatch(buffer, x, topk_idx, leaf)
+        loss = (out.rows.float().sum(dim=1) * out.weights).sum()
+        return torch.autograd.grad(loss, leaf)[0]
+
+    with way():
+        got = gradient(narrow.to(FP8))
+    same_bytes(got, gradient(narrow.to(FP8).bfloat16()), "gradient of the weights")
+
+
+# ---- who gets which
+
+
+class Names(TorchDispatchMode):
+    """The ops of ours that a dispatch mode sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "hybrid_ep":
+            self.seen.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+FORWARD = ["route", "dispatch", "combine", "combine", "dispatch", "combine"]
+
+
+def test_eager_calls_make_no_ops(alone):
+    layer = Layer(alone, CASE)
+
+    def refuse(*args):
+        raise AssertionError("an op was made")
+
+    with contextlib.ExitStack() as stack:
+        for op in ("_route_op", "_dispatch_op", "_combine_op"):
+            stack.enter_context(mock.patch.object(torch_verbs, op, refuse))
+        layer.with_gradients()
+
+
+def test_a_dispatch_mode_sees_forward_and_backward(alone):
+    layer = Layer(alone, CASE)
+    with Names() as names, torch.no_grad():
+        layer(layer.x, layer.weights)
+    assert names.seen == FORWARD
+    with Names() as names:
+        layer.with_gradients()
+    assert names.seen[: len(FORWARD)] == FORWARD
+    assert sorted(names.seen[len(FORWARD) :]) == ["combine"] * 2 + ["dispatch"] * 3
+
+
+def test_a_profile_names_the_ops(alone):
+    layer = Layer(alone, CASE)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer.with_gradients()
+    names = {event.key for event in profile.key_averages()}
+    assert {"hybrid_ep::route", "hybrid_ep::dispatch", "hybrid_ep::combine"} <= names
+
+
+def names_in(graph: torch.fx.Graph) -> list[str]:
+    targets = (node.target for node in graph.nodes if node.op == "call_function")
+    return [target._opname for target in targets if getattr(target, "namespace", "") == "hybrid_ep"]
+
+
+@pytest.mark.parametrize("tracing_mode", ["real", "fake"])
+def test_a_traced_graph_holds_the_ops(alone, tracing_mode):
+    layer = Layer(alone, replace(CASE, max_rows="more"))
+
+    def traceable(x: Tensor, weights: Tensor, topk_idx: Tensor) -> tuple[Tensor, ...]:
+        layer.topk_idx = topk_idx
+        return layer(x, weights)
+
+    arguments = layer.x.detach(), layer.weights.detach(), layer.topk_idx
+    traced = make_fx(traceable, tracing_mode=tracing_mode)(*arguments)
+    assert names_in(traced.graph) == FORWARD
+
+
+def test_a_compiled_graph_holds_the_ops(alone):
+    layer = Layer(alone, replace(CASE, max_rows="more"))
+    graphs = []
+
+    def keep(module: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        graphs.append(module.graph)
+        return module
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer.__call__, fullgraph=True, backend=keep)
+    want = layer(layer.x, layer.weights)
+    for got, wanted in zip(compiled(layer.x, layer.weights), want, strict=True):
+        same_bytes(got.detach(), wanted.detach(), "compiled")
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.nodes if "hybrid_ep" in str(node.target)]
+    assert len(called) == len(FORWARD), called
+
+
+def test_functorch_gets_ops_which_refuse(alone):
+    """Torch has no vmap and no torch.func.grad for ops like ours: an error, not wrong addresses."""
+    layer = Layer(alone, CASE)
+    weights = layer.weights.detach()
+    with pytest.raises(RuntimeError, match="functorch"):
+        torch.func.grad(lambda x: layer(x, weights)[0].sum())(layer.x.detach())
+
+
+# ---- what is saved, and what is checked
+
+
+@pytest.mark.parametrize("way", [contextlib.nullcontext, as_ops])
+def test_hooks_see_everything_that_is_saved(alone, way):
+    layer = Layer(alone, CASE)
+    packed: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        packed.append(tensor)
+        return tensor.clone()
+
+    with way(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        outputs = layer(layer.x, layer.weights)
+    layouts = [t for t in packed if t.shape == (layer.buffer.layout_size,)]
+    assert len(layouts) == 5, "one a differentiable verb"
+    want = layer.with_gradients()[-2:]
+    for got, wanted in zip(layer.gradients(outputs), want, strict=True):
+        same_bytes(got, wanted, "from clones of what was saved")
+
+
+RULES = ("check_route", "check_experts", "check_dispatch", "check_handle", "check_combine")
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    counts = dict.fromkeys(RULES, 0)
+
+    def counting(name: str, rule):
+        def count(*args):
+            counts[name] += 1
+            return rule(*args)
+
+        return count
+
+    with contextlib.ExitStack() as stack:
+        for name in RULES:
+            rule = counting(name, getattr(rules, name))
+            stack.enter_context(mock.patch.object(rules, name, rule))
+        yield counts
+
+
+def test_each_rule_is_checked_once(alone):
+    layer = Layer(alone, CASE)
+    once = {
+        "check_route": 1,
+        "check_experts": 1,
+        "check_dispatch": 2,
+        "check_handle": 4,
+        "check_combine": 3,
+    }
+    with counted() as counts:
+        layer.with_gradients()
+    assert counts == once, "two dispatches, three combines; none in their backward"
+    with as_ops(), counted() as counts:
+        layer(layer.x, layer.weights)
+    again = {"check_route": 2, "check_experts": 1, "check_dispatch": 4, "check_combine": 6}
+    assert counts == {**once, **again}, "an op may be called by anybody"
+
+
+def test_an_op_checks_what_it_is_given(alone):
+    layer = Layer(alone, CASE)
+    buffer = layer.buffer
+    layout = hybrid_ep.dispatch(buffer, layer.x, layer.topk_idx).handle.layout
+    with pytest.raises(ValueError, match="x must have as many tokens"):
+        torch.ops.hybrid_ep.dispatch(layer.x, None, None, layout, 1, None, buffer.id)
+    with pytest.raises(ValueError, match="topk_idx must be int16"):
+        torch.ops.hybrid_ep.route(layer.topk_idx.float(), None, 1, buffer.id)
+    with pytest.raises(ValueError, match="combine sums"):
+        torch.ops.hybrid_ep.combine(layer.x.int(), None, None, layout, len(layer.x), buffer.id)
+
+
+# ---- the gradient of a weighted combine
+
+
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that an op made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple) else (made,):
+            if isinstance(tensor, Tensor) and not tensor._is_view():
+                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
+        return made
+
+
+def test_weighted_gradient_makes_no_large_copies(monkeypatch):
+    monkeypatch.setattr(torch_verbs, "_PART", 64 * 10)
+    monkeypatch.setattr(torch_verbs, "_watched", lambda *tensors: False)  # by Largest, that is
+    rows, grads = torch.randn(2, 105, 64).bfloat16()
+    weights = torch.rand(105)
+    rows[3], grads[3] = float("nan"), 0  # padding
+    with torch.enable_grad():
+        want = torch_verbs._weighted_backward(rows, weights, grads)
+    with torch.no_grad(), Largest() as largest:
+        got = torch_verbs._weighted_backward(rows, weights, grads)
+    for mine, wanted in zip(got, want, strict=True):
+        same_bytes(mine, wanted, "in parts")
+    assert got[1][3] == 0
+    assert got[0] is grads, "into the memory of the gradient"
+    assert largest.num_bytes == 64 * 10 * 4
