@@ -19,7 +19,7 @@ from hybrid_ep.tables import in_bytes, print_table
 
 Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
 
-STATUS = "No network was there to measure the nvshmem backend on: this is a model that awaits comparison."
+STATUS = "No network was there to measure nvshmem on: this is a model that awaits comparison."
 CHUNK_SWEEP = (8, 32, 128, 512)  # tokens, on the fewest nodes, where the two sides are closest
 
 
