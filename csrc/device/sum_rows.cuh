@@ -145,6 +145,7 @@ class Adder {
                 store(sum, header);
             } else {
                 free_slot(turn_.at);
+                free_stored<0>();
             }
             turn_.advance(slots_.size());
         }
@@ -199,11 +200,18 @@ class Adder {
         // the first warp stores, and frees the slot when the store has read it
         if (lane_id() == 0) ptx::bulk_store(header.sum, slot, header.bytes);
         ptx::bulk_commit();
-        if (stored_ >= 0) {
-            ptx::bulk_wait_read<1>();
-            free_slot(stored_);
-        }
+        free_stored<1>();
         stored_ = turn_.at;
+    }
+
+    // The slot of the sum before; the loader needs it when a sum has more terms than the ring
+    // slots.
+    template <int kNewer>
+    __device__ __forceinline__ void free_stored() {
+        if (stored_ < 0) return;
+        ptx::bulk_wait_read<kNewer>();
+        free_slot(stored_);
+        stored_ = -1;
     }
 
     __device__ __forceinline__ void free_slot(int slot) {

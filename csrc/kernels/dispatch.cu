@@ -140,7 +140,6 @@ class CopyQueue {
         num_copies_ = batches_.batch[turn_.at].num_copies;
         over_ = num_copies_ == 0;
         next_ = 0;
-        ptx::fence_proxy_async();  // the walker has seen the flags, bulk loads follow
     }
 
     CopyBatches& batches_;
@@ -355,12 +354,11 @@ class Storer {
             if (lane_id() == 0) smem_.slots.freed(oldest_);
             if (++oldest_ == slots_.size()) oldest_ = 0;
         }
-        ptx::bulk_wait_written<kWritten>();
         const uint32_t written = ends_parcel_ >> kWritten;
-        if (written == 0) return;
+        if (written == 0) return;  // for waiting invalidates the L1 cache
+        ptx::bulk_wait_written<kWritten>();
         ends_parcel_ &= (1u << kWritten) - 1;
-        ptx::fence_proxy_async();
-        __threadfence();
+        __threadfence_block();
         if (lane_id() == 0) atomicAdd(&smem_.parcels_stored, __popc(written));
     }
 
