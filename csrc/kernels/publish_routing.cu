@@ -134,6 +134,7 @@ __device__ void push_chunk(const PublishRoutingParams& p, const Smem& smem, int 
 __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRoutingParams p) {
     extern __shared__ __align__(16) char dynamic_smem[];
     const auto& b = p.context.buffer;
+    ptx::let_next_kernel_start();
     if (has_fault(p.context.watch.state)) return;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kRoute);
     Smem smem(dynamic_smem, b);
