@@ -107,6 +107,19 @@ __device__ __forceinline__ void fence_proxy_async_smem() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
+// ---- launches that overlap the kernel before
+
+// Until the kernel before this one has finished, its writes visible. Nothing that it may touch is
+// to be read or written before.
+__device__ __forceinline__ void await_kernel_before() {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// The next kernel's blocks may be placed on SMs, where they wait; once all blocks have said so.
+__device__ __forceinline__ void let_next_kernel_start() {
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // ---- flags, at system scope: peers and the host look at them
 
 __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
@@ -117,6 +130,13 @@ __device__ __forceinline__ uint64_t load_acquire(const uint64_t* p) {
 
 __device__ __forceinline__ void store_release(uint64_t* p, uint64_t v) {
     asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
+}
+
+// For one fence before many flags.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+__device__ __forceinline__ void store_relaxed(uint64_t* p, uint64_t v) {
+    asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(p), "l"(v) : "memory");
 }
 
 __device__ __forceinline__ uint32_t load_volatile(const uint32_t* p) {

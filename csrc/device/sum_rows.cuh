@@ -25,12 +25,12 @@ struct SumJob {
     char* sum;
 };
 
-// Behind a slot: a slice of a row and its part in a sum.
+// Behind a slot: a slice of a row. Only the first of a sum says what becomes of it.
 struct TermHeader {
-    char* sum;  // where the finished slice goes
-    int bytes;  // kEnd: there is no more
     float weight;
-    bool is_first, is_last, is_zero;  // zero: a sum without terms, nothing was loaded
+    int num_terms;  // kEnd: there is no more; 0: a sum without terms, nothing was loaded
+    int bytes;
+    char* sum;  // where the finished slice goes
 
     static constexpr int kEnd = -1;
 };
@@ -49,9 +49,8 @@ __device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SlotH
             for (int i = 0; i < num_terms; ++i) {
                 handover.await_free(turn);
                 if (lane_id() == i) {
-                    slots.header<TermHeader>(turn.at) = {job.sum + offset,   bytes,
-                                                         job.weight,         i == 0,
-                                                         i + 1 == num_terms, job.num_rows == 0};
+                    slots.header<TermHeader>(turn.at) = {job.weight, job.num_rows, bytes,
+                                                         job.sum + offset};
                     handover.filled_by(turn, job.num_rows > 0 ? bytes : 0);
                     if (job.num_rows > 0) {
                         ptx::bulk_load(slots.bytes(turn.at), job.row + offset, bytes,
@@ -64,7 +63,7 @@ __device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SlotH
     }
     handover.await_free(turn);
     if (lane_id() == 0) {
-        slots.header<TermHeader>(turn.at).bytes = TermHeader::kEnd;
+        slots.header<TermHeader>(turn.at).num_terms = TermHeader::kEnd;
         handover.filled(turn);
     }
 }
@@ -77,18 +76,21 @@ class Adder {
         : slots_(slots), handover_(handover), adder_(adder), barrier_(barrier) {}
 
     __device__ void run() {
-        float sum[kVectors][V::kSize];
         while (true) {
             handover_.await_filled(turn_);
             const TermHeader header = slots_.header<TermHeader>(turn_.at);
-            if (header.bytes == TermHeader::kEnd) break;
-            if (header.is_first) begin(sum, header.is_zero ? 0.f : -0.f);
-            if (!header.is_zero && at(0) < header.bytes) add(sum, header);
-            if (header.is_last) {
-                store(sum, header);
-            } else {
+            if (header.num_terms == TermHeader::kEnd) break;
+            bytes_ = header.bytes;
+            begin(header.num_terms == 0 ? 0.f : -0.f);
+            for (int left = header.num_terms - 1; left > 0; --left) {
+                add();
                 free_slot(turn_.at);
+                free_stored<0>();
+                turn_.advance(slots_.size());
+                handover_.await_filled(turn_);
             }
+            if (header.num_terms > 0) add();
+            store(header.sum);
             turn_.advance(slots_.size());
         }
         ptx::bulk_wait_written<0>();
@@ -97,56 +99,63 @@ class Adder {
   private:
     using V = Vector<T>;
 
-    __device__ __forceinline__ void begin(float (&sum)[kVectors][V::kSize], float zero) {
+    __device__ __forceinline__ void begin(float zero) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-            for (int k = 0; k < V::kSize; ++k) sum[v][k] = zero;
+            for (int k = 0; k < V::kSize; ++k) sum_[v][k] = zero;
         }
     }
 
-    // For a vector beyond the slice's end the first is read again, which costs less than not to.
-    __device__ __forceinline__ void add(float (&sum)[kVectors][V::kSize],
-                                        const TermHeader& header) const {
-        const char* slot = slots_.bytes(turn_.at);
-        uint4 packed[kVectors];
+    // An adder beyond the slice's end adds what was there before to sums that nobody looks at: that
+    // is cheaper than a branch that divides a warp.
+    __device__ __forceinline__ void add() {
+        const char* mine = slots_.bytes(turn_.at) + adder_ * 16;
+        const float weight = kWeighted ? slots_.header<TermHeader>(turn_.at).weight : 1.f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            packed[v] = *reinterpret_cast<const uint4*>(slot + at(at(v) < header.bytes ? v : 0));
+            if (at(v) < bytes_) {
+                term_[v] = *reinterpret_cast<const uint4*>(mine + v * (kAdders * 16));
+            }
         }
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
+            if (v * kAdders * 16 >= bytes_) break;
             float term[V::kSize];
-            V::unpack(packed[v], term);
+            V::unpack(term_[v], term);
 #pragma unroll
             for (int k = 0; k < V::kSize; ++k) {
-                if constexpr (kWeighted) term[k] = __fmul_rn(header.weight, term[k]);
-                sum[v][k] = __fadd_rn(sum[v][k], term[k]);
+                if constexpr (kWeighted) term[k] = __fmul_rn(weight, term[k]);
+                sum_[v][k] = __fadd_rn(sum_[v][k], term[k]);
             }
         }
     }
 
     // All adders: each overwrites what it alone has read, so only the store waits for the others.
-    __device__ __forceinline__ void store(const float (&sum)[kVectors][V::kSize],
-                                          const TermHeader& header) {
+    __device__ __forceinline__ void store(char* to) {
         char* slot = slots_.bytes(turn_.at);
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            if (at(v) < header.bytes) {
-                *reinterpret_cast<uint4*>(slot + at(v)) = V::pack(sum[v]);
-            }
+            if (at(v) < bytes_) *reinterpret_cast<uint4*>(slot + at(v)) = V::pack(sum_[v]);
         }
         ptx::fence_proxy_async_smem();
         ptx::barrier_sync(barrier_, kAdders);
         if (adder_ >= kWarp) return free_slot(turn_.at);
         // the first warp stores, and frees the slot when the store has read it
-        if (lane_id() == 0) ptx::bulk_store(header.sum, slot, header.bytes);
+        if (lane_id() == 0) ptx::bulk_store(to, slot, bytes_);
         ptx::bulk_commit();
-        if (stored_ >= 0) {
-            ptx::bulk_wait_read<1>();
-            free_slot(stored_);
-        }
+        free_stored<1>();
         stored_ = turn_.at;
+    }
+
+    // The slot of the sum before; the loader needs it when a sum has more terms than the ring
+    // slots.
+    template <int kNewer>
+    __device__ __forceinline__ void free_stored() {
+        if (stored_ < 0) return;
+        ptx::bulk_wait_read<kNewer>();
+        free_slot(stored_);
+        stored_ = -1;
     }
 
     __device__ __forceinline__ void free_slot(int slot) {
@@ -160,6 +169,9 @@ class Adder {
     SlotHandover& handover_;
     int adder_, barrier_;
     Turn turn_;
+    int bytes_ = 0;  // of the slice
+    uint4 term_[kVectors]{};
+    float sum_[kVectors][V::kSize];
     int stored_ = -1;  // the first warp: a slot that a store may still read
 };
 

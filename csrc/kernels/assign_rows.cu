@@ -164,6 +164,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     const int source = blockIdx.x / b.num_chunks, chunk = blockIdx.x % b.num_chunks;
+    ptx::await_kernel_before();
     const uint64_t epoch = current_epoch(watch.state, Phase::kRoute);
     Smem smem(dynamic_smem, b.num_local_experts);
     layout::HandleView handle(p.words, p.context.handle);
@@ -200,8 +201,8 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
 
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream) {
     const auto& b = p.context.buffer;
-    launch(assign_rows, p, b.num_ranks * b.num_chunks, kThreads, Smem::bytes(b.num_local_experts),
-           stream);
+    launch_behind_ours(assign_rows, p, b.num_ranks * b.num_chunks, kThreads,
+                       Smem::bytes(b.num_local_experts), stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -137,6 +137,7 @@ __global__ void __launch_bounds__(kThreads, 1) push_sums(const __grid_constant__
         const int adder = threadIdx.x % kRingThreads - kFirstAdder * kWarp;
         Adder<T, kWeighted>(slots, smem.slots[ring], adder, 1 + ring).run();
     }
+    ptx::let_next_kernel_start();
     signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, blockIdx.x, epoch,
                      combine_signature(p.row_bytes, p.values != nullptr));
     pushing.stop(Span::kPushSums, epoch);
@@ -193,6 +194,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     __shared__ Smem smem;
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
+    ptx::await_kernel_before();
     const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
     const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kCombine, p.num_blocks,
@@ -250,8 +252,8 @@ void launch_push_sums(const PushSumsParams& p, cudaStream_t stream) {
 void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream) {
     auto kernel = pick<SumAtHomeParams>(p.type, sum_at_home<__nv_bfloat16>, sum_at_home<__half>,
                                         sum_at_home<float>);
-    launch(kernel, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, layout::kSumRings),
-           stream);
+    launch_behind_ours(kernel, p, p.num_blocks, kThreads,
+                       layout::dynamic_smem_bytes(p.ring, layout::kSumRings), stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -140,7 +140,6 @@ class CopyQueue {
         num_copies_ = batches_.batch[turn_.at].num_copies;
         over_ = num_copies_ == 0;
         next_ = 0;
-        ptx::fence_proxy_async();  // the walker has seen the flags, bulk loads follow
     }
 
     CopyBatches& batches_;
@@ -355,12 +354,11 @@ class Storer {
             if (lane_id() == 0) smem_.slots.freed(oldest_);
             if (++oldest_ == slots_.size()) oldest_ = 0;
         }
-        ptx::bulk_wait_written<kWritten>();
         const uint32_t written = ends_parcel_ >> kWritten;
-        if (written == 0) return;
+        if (written == 0) return;  // for waiting invalidates the L1 cache
+        ptx::bulk_wait_written<kWritten>();
         ends_parcel_ &= (1u << kWritten) - 1;
-        ptx::fence_proxy_async();
-        __threadfence();
+        __threadfence_block();
         if (lane_id() == 0) atomicAdd(&smem_.parcels_stored, __popc(written));
     }
 
@@ -374,24 +372,32 @@ class Storer {
 };
 static_assert(kSlotsWritten < 32);
 
-// The block's parcels in turn, each as soon as its rows and its trailers are written.
+// The block's parcels in turn, as soon as their rows and trailers are written: as many at once as
+// there are, because a fence for the whole system takes longer than storing a parcel.
 __device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint64_t epoch) {
     const auto& b = p.context.buffer;
     const int num_parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
-    const int writers = p.record.trailer_bytes() > 0 ? kWriters : 0;
+    const bool has_trailers = p.record.trailer_bytes() > 0;
     const auto* stored = static_cast<const volatile uint32_t*>(&smem.parcels_stored);
     const auto* trailers = static_cast<const volatile uint32_t*>(&smem.trailers_written);
-    uint32_t due = 1;
-    for (int parcel = blockIdx.x; parcel < num_parcels; parcel += gridDim.x, ++due) {
-        while (*stored < due || *trailers < due * writers) {
-        }
-        __threadfence();
+    const uint64_t value = flag_value(epoch, p.record.signature());
+    int announced = 0;
+    auto parcel = [&](int i) { return int(blockIdx.x) + i * int(gridDim.x); };
+    while (parcel(announced) < num_parcels) {
+        int ready = *stored;
+        if (has_trailers) ready = min(ready, int(*trailers) / kWriters);
+        ready = __shfl_sync(kAllLanes, ready, 0);
+        if (ready == announced) continue;
         ptx::fence_proxy_async();
-        for (int peer = lane_id(); peer < b.num_ranks; peer += kWarp) {
-            auto* flag = reinterpret_cast<uint64_t*>(
-                p.context.peers.base[peer] + b.flag(Phase::kDispatch, p.context.rank, parcel));
-            ptx::store_release(flag, flag_value(epoch, p.record.signature()));
+        ptx::fence_system();
+        const int num_flags = (ready - announced) * b.num_ranks;
+        for (int i = lane_id(); i < num_flags; i += kWarp) {
+            const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
+            auto* flag = reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
+                                                     b.flag(Phase::kDispatch, p.context.rank, at));
+            ptx::store_relaxed(flag, value);
         }
+        announced = ready;
         __syncwarp();
     }
 }
@@ -506,7 +512,7 @@ __device__ void write(const DispatchParams& p, const layout::HandleView& handle,
         const int parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
         for (int parcel = blockIdx.x; parcel < parcels; parcel += gridDim.x) {
             write_trailers(p, handle, writer, parcel, epoch);
-            __threadfence();
+            __threadfence_block();  // the herald's fence is for all
             __syncwarp();
             if (lane_id() == 0) atomicAdd(&smem.trailers_written, 1u);
         }

@@ -24,6 +24,10 @@ void allow_shared_memory(void (*kernel)(Params)) {
     check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     most - int(attributes.sharedSizeBytes)),
                "shared memory of a kernel");
+    // the same division of the SM for all kernels: changing it takes time between two of them
+    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared),
+               "shared memory of a kernel");
 }
 
 template <typename Params>
@@ -32,6 +36,25 @@ void launch(void (*kernel)(Params), const Params& p, int blocks, int threads, in
     allow_shared_memory(kernel);
     kernel<<<blocks, threads, smem_bytes, stream>>>(p);
     check_cuda(cudaGetLastError(), "kernel launch");
+}
+
+// Behind a kernel of ours, the last one on the stream: the blocks may be placed on SMs while that
+// one ends, and call await_kernel_before() first of all.
+template <typename Params>
+void launch_behind_ours(void (*kernel)(Params), const Params& p, int blocks, int threads,
+                        int smem_bytes, cudaStream_t stream) {
+    allow_shared_memory(kernel);
+    cudaLaunchAttribute overlap{};
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(blocks);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.stream = stream;
+    config.attrs = &overlap;
+    config.numAttrs = 1;
+    check_cuda(cudaLaunchKernelEx(&config, kernel, p), "kernel launch");
 }
 
 }  // namespace hybrid_ep::kernels

@@ -22,6 +22,7 @@ using layout::Phase;
 __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRoutingParams p) {
     extern __shared__ __align__(16) char dynamic_smem[];
     const auto& b = p.context.buffer;
+    ptx::let_next_kernel_start();
     if (has_fault(p.context.watch.state)) return;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kRoute);
     ChunkSmem smem(dynamic_smem, b);
