@@ -23,7 +23,9 @@ import hybrid_ep
 from hybrid_ep.launch import run_ranks
 from hybrid_ep.trace import SPANS, Event
 
-WARM_UP, CALLS = 3, 15
+WARM_UP, CALLS = 2, 10
+PATIENCE_S = 8
+SHOWN = ("network_channels", "num_sms_dispatch", "num_sms_combine")
 # channels, SMs of dispatch and of combine
 SETTINGS = ((8, 32, 32), (24, 56, 64), (48, 96, 96))
 
@@ -44,8 +46,31 @@ def median_us(call, buffer: hybrid_ep.Buffer) -> float:
     return statistics.median(map(max, zip(*buffer.gather(times[WARM_UP:]), strict=True)))
 
 
+def measure_all(
+    device: torch.device, shape: argparse.Namespace, runs: list[tuple[str, hybrid_ep.Config]]
+) -> None:
+    """Each setting in turn; rank 0 prints what came of it at once."""
+    draw = torch.Generator(device).manual_seed(dist.get_rank())
+    x = torch.randn(shape.tokens, shape.hidden, generator=draw, device=device).bfloat16()
+    scores = torch.rand(shape.tokens, shape.experts, generator=draw, device=device)
+    topk_idx = scores.argsort(dim=1)[:, : shape.topk].contiguous()
+    for backend, config in runs:
+        tell(f"{backend}, {config.network_channels} channels")
+        report = measure(shape, backend, config, x, topk_idx)
+        tell(json.dumps(report))
+
+
+def tell(text: str) -> None:
+    if dist.get_rank() == 0:
+        print(text, flush=True)
+
+
 def measure(
-    device: torch.device, shape: argparse.Namespace, backend: str, config: hybrid_ep.Config
+    shape: argparse.Namespace,
+    backend: str,
+    config: hybrid_ep.Config,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
 ) -> dict[str, Any]:
     ranks = dist.get_world_size()
     buffer = hybrid_ep.Buffer(
@@ -57,17 +82,14 @@ def measure(
         ranks_per_node=ranks if backend == "nvlink" else shape.ranks_per_node,
         config=config,
     )
-    draw = torch.Generator().manual_seed(dist.get_rank())
-    x = torch.randn(shape.tokens, shape.hidden, generator=draw).bfloat16().to(device)
-    scores = torch.rand(shape.tokens, shape.experts, generator=draw)
-    topk_idx = scores.argsort(dim=1)[:, : shape.topk].to(device)
     exact = hybrid_ep.dispatch(buffer, x, topk_idx)
     max_rows = max(buffer.gather(len(exact.rows)))  # so that no tail has to be zeroed
+    tell(f"  {max_rows} rows")
     del exact
     out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=max_rows)
     report = {
         "backend": backend,
-        **asdict(config),
+        **{name: value for name, value in asdict(config).items() if name in SHOWN},
         "dispatch_us": median_us(
             lambda: hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=max_rows), buffer
         ),
@@ -75,15 +97,22 @@ def measure(
         "combine_us": median_us(lambda: hybrid_ep.combine(buffer, out.rows, out.handle), buffer),
     }
     if config.trace:
-        buffer.gather(buffer.verbs.take_trace())  # what the timing left
-        hybrid_ep.dispatch(buffer, x, handle=out.handle)
-        hybrid_ep.combine(buffer, out.rows, out.handle)
-        report["spans_us"] = spans([Event(*e) for e in buffer.verbs.take_trace()])
-        hybrid_ep.dispatch(buffer, x, handle=out.handle)
-        hybrid_ep.combine(buffer, out.rows, out.handle)
+        buffer.gather(buffer.verbs.take_trace() and None)  # what the timing left
+        report["spans_us"] = spans(one_call(buffer, x, out))
+        buffer.gather(None)
+        one_call(buffer, x, out, keep=True)
         buffer.write_trace(shape.trace)
+    buffer.check()
     buffer.destroy()
     return report
+
+
+def one_call(
+    buffer: hybrid_ep.Buffer, x: torch.Tensor, out: hybrid_ep.Dispatched, keep: bool = False
+) -> list[Event]:
+    hybrid_ep.dispatch(buffer, x, handle=out.handle)
+    hybrid_ep.combine(buffer, out.rows, out.handle)
+    return [] if keep else [Event(*event) for event in buffer.verbs.take_trace()]
 
 
 def spans(events: list[Event]) -> dict[str, list[float]]:
@@ -106,21 +135,23 @@ def main() -> int:
         parser.add_argument(f"--{name}", type=int, default=value)
     parser.add_argument("--trace", help="file of a Chrome trace of the last setting")
     shape = parser.parse_args()
-    runs = [("nvlink", hybrid_ep.Config(num_sms_dispatch=48, num_sms_combine=48))]
-    runs += [
+    common = hybrid_ep.Config(timeout_s=PATIENCE_S)
+    runs = [
         (
             "nvshmem",
-            hybrid_ep.Config(
-                network_channels=channels, num_sms_dispatch=dispatch, num_sms_combine=combine
+            replace(
+                common,
+                network_channels=channels,
+                num_sms_dispatch=dispatch,
+                num_sms_combine=combine,
             ),
         )
         for channels, dispatch, combine in SETTINGS
     ]
     if shape.trace is not None:
         runs.append(("nvshmem", replace(runs[-1][1], trace=True)))
-    for backend, config in runs:
-        report = run_ranks(measure, shape.ranks, shape, backend, config)[0]
-        print(json.dumps(report), flush=True)
+    runs.append(("nvlink", replace(common, num_sms_dispatch=48, num_sms_combine=48)))
+    run_ranks(measure_all, shape.ranks, shape, runs)
     return 0
 
 

@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include "kernels/loopback.h"
 #include "kernels/nvshmem.h"
 #include "memory/nvshmem_heap.h"
+#include "memory/peer_memory.h"
 #include "network_runtime.h"
 
 namespace py = pybind11;
@@ -68,9 +70,11 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def_readonly("seen", &FaultReport::seen);
 
     py::class_<NetworkRuntime>(m, "NetworkRuntime", py::module_local())
-        .def(py::init([](const NetworkConfig& config) {
-            return new NetworkRuntime(config, kernels::kNvshmemKernels);
-        }))
+        .def(py::init([](const NetworkConfig& config, bool loopback) {
+                 return new NetworkRuntime(
+                     config, loopback ? kernels::kLoopbackKernels : kernels::kNvshmemKernels);
+             }),
+             py::arg("config"), py::arg("loopback") = false)
         .def("attach", &NetworkRuntime::attach)
         .def("destroy", &NetworkRuntime::destroy, py::call_guard<py::gil_scoped_release>())
         .def_property_readonly("handle_words", &NetworkRuntime::handle_words)
@@ -90,6 +94,23 @@ PYBIND11_MODULE(_nvshmem, m) {
             }
             return events;
         });
+
+    // For tests of the loopback, whose memory is mapped by CUDA IPC.
+    py::class_<memory::PeerMemory>(m, "PeerMemory", py::module_local())
+        .def(py::init([](const NetworkConfig& config) {
+            const layout::RelayLayout relay = config.layout();
+            layout::BufferLayout whole = relay.world;
+            whole.total_bytes = relay.total_bytes;
+            return new memory::PeerMemory(config.rank, whole);
+        }))
+        .def("handle", [](const memory::PeerMemory& self) { return py::bytes(self.handle()); })
+        .def("open",
+             [](memory::PeerMemory& self, const std::vector<py::bytes>& handles) {
+                 self.open(std::vector<std::string>(handles.begin(), handles.end()));
+             })
+        .def("address", [](const memory::PeerMemory& self,
+                           int rank) { return to_address(self.peers().base[rank]); })
+        .def("close", &memory::PeerMemory::close);
 
     m.def("built_version", &memory::nvshmem_built_version);
     m.def("loaded_version", &memory::nvshmem_loaded_version);

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,6 +13,8 @@ from tests import oracle
 from tests.cases import Case, Inputs
 from tests.launch import Pool
 from tests.ranks import verbs
+
+Verb = Callable[..., Any]  # what a rank does with a case, of tests/ranks/verbs.py
 
 
 def same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -31,9 +35,9 @@ def same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def check_dispatch(pool: Pool, case: Case) -> None:
+def check_dispatch(pool: Pool, case: Case, dispatch: Verb = verbs.dispatch) -> None:
     expected = oracle.dispatch(case)
-    results = pool.run(verbs.dispatch, case, oracle.max_rows(case))
+    results = pool.run(dispatch, case, oracle.max_rows(case))
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
         assert got["required_rows"] == want.required_rows, f"rank {rank}"
         assert got["overflow"] == want.overflow, f"rank {rank}"
@@ -48,9 +52,9 @@ def check_dispatch(pool: Pool, case: Case) -> None:
                 same_bytes(got[name], wanted, f"{name} of rank {rank}")
 
 
-def check_combine(pool: Pool, case: Case) -> None:
+def check_combine(pool: Pool, case: Case, combine: Verb = verbs.combine) -> None:
     expected = oracle.dispatch(case)
-    results = pool.run(verbs.combine, case, oracle.max_rows(case))
+    results = pool.run(combine, case, oracle.max_rows(case))
     sizes = [len(want.sources) for want in expected]
     rows = [case.values(rank, "rows", size) for rank, size in enumerate(sizes)]
     row_weights = [verbs.row_weights(case, rank, size) for rank, size in enumerate(sizes)]
@@ -65,8 +69,8 @@ def check_combine(pool: Pool, case: Case) -> None:
             assert bool((error <= bound).all()), f"{name} y of rank {rank}: {error.max()}"
 
 
-def check_gradients(pool: Pool, case: Case) -> None:
-    results = pool.run(verbs.gradients, case, oracle.max_rows(case))
+def check_gradients(pool: Pool, case: Case, gradients: Verb = verbs.gradients) -> None:
+    results = pool.run(gradients, case, oracle.max_rows(case))
     expected = oracle.dispatch(case)
     sizes = [len(want.sources) for want in expected]
     grad_rows = [case.values(rank, "grad rows", size) for rank, size in enumerate(sizes)]

@@ -105,7 +105,7 @@ __device__ void signal_node(const NodeContext& c, uint64_t epoch, uint32_t signa
     }
 }
 
-__global__ void __launch_bounds__(layout::WarpRingShape::kMaxWarps* kWarp)
+__global__ void __launch_bounds__(layout::WarpRingShape::kMoveWarps* kWarp, 1)
     fill_outbox(const __grid_constant__ FillOutboxParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     if (has_fault(p.context.world.watch.state)) return;

@@ -100,10 +100,21 @@ __device__ inline bool relay_chunks(const SpreadRoutingParams& p, const ChunkSme
     return true;
 }
 
+// The whole block: until my node's ranks have published theirs. assign_rows would wait for them
+// too, but also for what they pass on, and could then not tell which rank is missing.
+__device__ inline void await_node_routing(const NodeContext& c, uint64_t epoch) {
+    const auto& b = c.relay.world;
+    for (int peer = threadIdx.x; peer < c.relay.ranks_per_node; peer += kThreads) {
+        const int source = c.rank_of(c.node, peer);
+        wait_flag(c.flag_at(b.flag(Phase::kRoute, source, blockIdx.x)), epoch, b.topk & 0xFFFF,
+                  c.world.watch, Phase::kRoute, source, blockIdx.x);
+    }
+}
+
 template <typename Network>
 __global__ void __launch_bounds__(kThreads)
     spread_routing(const __grid_constant__ SpreadRoutingParams p) {
-    extern __shared__ __align__(16) char dynamic_smem[];
+    extern __shared__ __align__(128) char dynamic_smem[];
     const NodeContext& c = p.context;
     if (has_fault(c.world.watch.state)) return;
     const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute);
@@ -126,6 +137,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int step = 1; step < c.relay.num_nodes; ++step) {
         if (!relay_chunks(p, smem, (c.node + step) % c.relay.num_nodes, epoch)) return;
     }
+    await_node_routing(c, epoch);
     relaying.stop(Span::kRelayRouting, epoch);
 }
 

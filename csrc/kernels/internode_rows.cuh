@@ -299,7 +299,7 @@ __device__ void send_chunks(const RelayRowsParams& p, uint64_t call) {
 }
 
 template <typename Network>
-__global__ void __launch_bounds__(layout::WarpRingShape::kMaxWarps* kWarp)
+__global__ void __launch_bounds__(layout::WarpRingShape::kMoveWarps* kWarp, 1)
     relay_rows(const __grid_constant__ RelayRowsParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     const Watch& watch = p.context.world.watch;

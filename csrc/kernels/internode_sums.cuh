@@ -303,7 +303,7 @@ struct SumRoles {
 };
 
 template <typename T, typename Network>
-__global__ void __launch_bounds__(layout::WarpRingShape::kMaxWarps* kWarp)
+__global__ void __launch_bounds__(layout::WarpRingShape::kSumWarps* kWarp, 1)
     relay_sums(const __grid_constant__ RelaySumsParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     const Watch& watch = p.context.world.watch;

@@ -8,8 +8,8 @@ namespace hybrid_ep::layout {
 struct WarpRingShape {
     int num_warps, num_stages, stage_bytes;
 
-    static constexpr int kSmemBytes = 220 * 1024;  // of a block's 227 KB; the rest is static
-    static constexpr int kMaxWarps = 12;
+    static constexpr int kSmemBytes = 220 * 1024;         // of a block's 227 KB; the rest is static
+    static constexpr int kMoveWarps = 6, kSumWarps = 12;  // of a block, at most
     static constexpr int kHeaderBytes = 160;  // what to do with a stage once it has landed
 
     // A multiple of 128 bytes: bulk copies of other stages would take up to twice as long.
@@ -26,12 +26,13 @@ struct WarpRingShape {
 
 // Moving: a stage holds a slice of a row with its trailer, usually all of it.
 HYBRID_EP_HD WarpRingShape move_warp_ring(const SliceLayout& slices, const RecordLayout& record) {
-    WarpRingShape shape{6, 0, round_up(slices.slice_bytes + record.trailer_bytes(), 32)};
+    WarpRingShape shape{WarpRingShape::kMoveWarps, 0,
+                        round_up(slices.slice_bytes + record.trailer_bytes(), 32)};
     while (shape.num_warps > 1 && shape.with_stages(2).num_stages < 2) --shape.num_warps;
     return shape.with_stages(2);
 }
 
 // Summing: a stage holds the same slice of all rows of a sum.
-HYBRID_EP_HD WarpRingShape sum_warp_ring() { return {12, 1, 16384}; }
+HYBRID_EP_HD WarpRingShape sum_warp_ring() { return {WarpRingShape::kSumWarps, 1, 16384}; }
 
 }  // namespace hybrid_ep::layout

@@ -201,7 +201,7 @@ def test_the_kernels_hold_the_IBGDA_path(extension, cuobjdump):
         [cuobjdump, "-symbols", extension.__file__], capture_output=True, text=True, check=True
     ).stdout
     for code in symbols.split("Fatbin elf code:")[1:]:
-        if "relay_rows" in code:
+        if "NvshmemNetwork" in code:
             assert "nvshmemi_ibgda_device_state_d" in code
             assert "nvshmemi_transfer_rma_nbi" in code
     assert symbols.count("nvshmemi_ibgda_device_state_d") >= 2, "for Hopper and for Blackwell"

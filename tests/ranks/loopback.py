@@ -1,0 +1,69 @@
+"""The verbs with the kernels of several nodes over CUDA IPC, NVSHMEM never started."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+from torch import Tensor
+
+from hybrid_ep import Buffer
+from hybrid_ep.backends import nvlink, nvshmem
+from tests.cases import Case
+from tests.launch import Rank
+from tests.ranks import verbs
+
+
+class LoopbackBackend(nvlink.NvlinkBackend):
+    """The nvshmem backend on plain stores; its ranks are on one host."""
+
+    name = "nvshmem"
+
+    def __init__(self, buffer: Buffer) -> None:
+        topology = buffer.topology
+        self._remember(buffer)
+        config = nvshmem.network_config(buffer, nvlink._num_sms(buffer.device))
+        self._runtime = nvshmem._nvshmem.NetworkRuntime(config, loopback=True)
+        self._memory = nvshmem._nvshmem.PeerMemory(config)
+        self._memory.open(buffer.gather(self._memory.handle()))
+        first = topology.node * topology.ranks_per_node
+        rails = range(topology.local_rank, topology.num_ranks, topology.ranks_per_node)
+        self._runtime.attach(
+            [self._memory.address(first + peer) for peer in range(topology.ranks_per_node)],
+            [self._memory.address(rank) for rank in rails],
+        )
+        buffer.gather(None)
+        self.layout_size = self._runtime.handle_words
+
+    def describe(self) -> str:
+        return "nvshmem's kernels over CUDA IPC"
+
+    def destroy(self) -> None:
+        self._runtime.destroy()
+        self._memory.close()
+
+    def reclaim(self) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def loopback() -> Iterator[None]:
+    with mock.patch.object(nvshmem, "NvshmemBackend", LoopbackBackend):
+        yield
+
+
+@loopback()
+def dispatch(me: Rank, case: Case, max_rows: int | None) -> dict[str, Any]:
+    return verbs.dispatch(me, case, max_rows)
+
+
+@loopback()
+def combine(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
+    return verbs.combine(me, case, max_rows)
+
+
+@loopback()
+def gradients(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
+    return verbs.gradients(me, case, max_rows)
