@@ -1,9 +1,10 @@
 // The one walk over the copies of a handle, for dispatch (pull) and combine (push) alike.
 //
-// Copies are dealt to the takers of the grid one by one, source after source in turn, starting with
-// the rank after mine: so at any moment every link carries its share, and no source's remainder
-// always falls to the same takers. A warp of its own looks them up, a lane per copy, and hands them
-// on in batches: so that nobody who moves bytes ever waits for an index.
+// A step of the walk is a copy from one source, source after source in turn, starting with the rank
+// after mine: so at any moment every link carries its share. Whoever is ready takes the next steps,
+// fewer towards the end: blocks are not equally fast, because the link does not serve all SMs
+// alike. A warp of its own looks the copies up, a lane per copy, and hands them on in batches: so
+// that nobody who moves bytes ever waits for an index.
 #pragma once
 
 #include "device/ring.cuh"
@@ -17,6 +18,7 @@ struct CopyBatch {
 
     int num_copies;  // 0: the walk is over
     int num_rows;
+    float progress;  // of the whole walk, 0 to 1
     layout::Copy copy[kWarp];
     int source[kWarp];     // rank that the copy came from
     int first_row[kWarp];  // its rows begin here in row[]
@@ -34,19 +36,19 @@ struct CopyBatches {
 
 class CopyWalk {
   public:
-    __device__ CopyWalk(const layout::HandleView& handle, int num_ranks, int rank, int taker,
-                        int num_takers)
+    // `steps_taken` is shared by all that walk, `num_walkers` in this grid.
+    __device__ CopyWalk(const layout::HandleView& handle, int num_ranks, int rank,
+                        uint32_t* steps_taken, int num_walkers)
         : handle_(handle),
           num_ranks_(num_ranks),
           rank_(rank),
-          taker_(taker),
-          num_takers_(num_takers) {
+          steps_taken_(steps_taken),
+          num_walkers_(num_walkers) {
         int most = 0;
         for (int s = lane_id(); s < num_ranks; s += kWarp) {
             most = max(most, handle.source_first[s + 1] - handle.source_first[s]);
         }
-        most = __reduce_max_sync(kAllLanes, most);
-        num_steps_ = layout::ceil_div(most, num_takers) * num_ranks;
+        num_steps_ = __reduce_max_sync(kAllLanes, most) * num_ranks;
     }
 
     // The whole warp: the next copies, as many as fit; the walk is over if there are none.
@@ -54,13 +56,17 @@ class CopyWalk {
         uint32_t have = 0;
         layout::Copy copy{};
         int source = 0, rows = 0, rows_upto = 0;
-        while (have == 0 && step_ < num_steps_) {
+        while (have == 0) {
+            if (step_ == end_) take();
+            if (step_ >= num_steps_) break;
             const bool valid = look_up(copy, source);
             rows = valid ? copy.num_rows : 0;
             rows_upto = warp_inclusive_sum(rows);
-            const uint32_t fits = __ballot_sync(kAllLanes, rows_upto <= CopyBatch::kRows);
+            // the lanes that fit are the first ones
+            const uint32_t fits =
+                __ballot_sync(kAllLanes, step_ + lane_id() < end_ && rows_upto <= CopyBatch::kRows);
             have = __ballot_sync(kAllLanes, valid) & fits;
-            step_ += __popc(fits);  // the lanes that fit are the first ones
+            step_ += __popc(fits);
         }
         const bool mine = (have >> lane_id()) & 1;
         if (mine) {
@@ -77,20 +83,32 @@ class CopyWalk {
         if (lane_id() == 0) {
             batch.num_copies = __popc(have);
             batch.num_rows = num_rows;
+            batch.progress = float(step_) / float(max(num_steps_, 1));
         }
         __syncwarp();
     }
 
   private:
+    static constexpr int kLeastTaken = 4;
+
+    // An eighth of this walker's share of what is left.
+    __device__ void take() {
+        const int share = (num_steps_ - step_) / (8 * num_walkers_);
+        const int count = min(max(share, kLeastTaken), kWarp);
+        int first = 0;
+        if (lane_id() == 0) first = int(atomicAdd(steps_taken_, uint32_t(count)));
+        step_ = __shfl_sync(kAllLanes, first, 0);
+        end_ = min(step_ + count, max(num_steps_, step_));
+    }
+
     // The copy of this lane's step of the walk; false: none.
     __device__ __forceinline__ bool look_up(layout::Copy& copy, int& source) const {
-        const int step = step_ + lane_id(), round = step / num_ranks_;
-        if (step >= num_steps_) return false;
+        const int step = step_ + lane_id();
+        if (step >= end_) return false;
         source = (step + rank_ + 1) % num_ranks_;
         const int first = __ldg(&handle_.source_first[source]);
         const int count = __ldg(&handle_.source_first[source + 1]) - first;
-        const int turn = (taker_ + source * (num_takers_ / num_ranks_ + 1)) % num_takers_;
-        const int at = round * num_takers_ + turn;
+        const int at = step / num_ranks_;
         if (at >= count) return false;
         const int4 words = __ldg(reinterpret_cast<const int4*>(handle_.copies) + first + at);
         copy = *reinterpret_cast<const layout::Copy*>(&words);
@@ -98,8 +116,10 @@ class CopyWalk {
     }
 
     layout::HandleView handle_;
-    int num_ranks_, rank_, taker_, num_takers_;
-    int num_steps_, step_ = 0;
+    int num_ranks_, rank_;
+    uint32_t* steps_taken_;
+    int num_walkers_;
+    int num_steps_, step_ = 0, end_ = 0;  // mine are [step_, end_)
 };
 
 }  // namespace hybrid_ep::device

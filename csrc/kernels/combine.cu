@@ -126,10 +126,9 @@ __global__ void __launch_bounds__(kThreads, 1) push_sums(const __grid_constant__
     smem.init(slots.size());
     if (role == kWalker) {
         const layout::HandleView handle(p.words, p.context.handle);
-        const int taker = blockIdx.x * layout::kSumRings + ring;
-        walk_copies(
-            p, CopyWalk(handle, b.num_ranks, p.context.rank, taker, gridDim.x * layout::kSumRings),
-            smem.copies[ring]);
+        const CopyWalk walk(handle, b.num_ranks, p.context.rank,
+                            &p.context.watch.state->steps_taken, gridDim.x * layout::kSumRings);
+        walk_copies(p, walk, smem.copies[ring]);
     } else if (role == kLoader) {
         PushJobs jobs{p, smem.copies[ring]};
         load_terms(jobs, slots, smem.slots[ring], p.slices, p.row_bytes);

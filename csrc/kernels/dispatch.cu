@@ -35,7 +35,7 @@ constexpr int kWriters = 4;
 constexpr int kThreads = (kFirstWriter + kWriters) * kWarp;
 constexpr int kSlotsRead = 4;      // the newest slots, which stores may still be reading
 constexpr int kSlotsWritten = 16;  // the newest whose stores need not have arrived
-constexpr int kLeadTokens = 64;    // of publishing before pulling, in proportion
+constexpr int kLeadTokens = 64;    // of publishing before pulling
 
 struct Smem {
     SlotHandover slots;
@@ -158,12 +158,8 @@ class Loader {
           epoch_(epoch),
           parcels_(p, handle),
           copies_(smem.copies) {
-        const int grid = gridDim.x;
-        if (publishes(p)) {
-            const int parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
-            tokens_ = int64_t(layout::ceil_div(parcels, grid)) * kParcelTokens;
-        }
-        num_copies_ = handle.header[layout::HandleLayout::kNumCopies] / grid + 1;
+        const int parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
+        tokens_ = float(layout::ceil_div(parcels, int(gridDim.x)) * kParcelTokens);
     }
 
     __device__ void run(const Trace& trace) {
@@ -188,8 +184,9 @@ class Loader {
     }
 
   private:
+    // All ranks pull tokens in order and at about the same pace.
     __device__ bool is_behind() const {
-        return (parcels_.num_passed() - kLeadTokens) * num_copies_ < num_pulled_ * tokens_;
+        return float(parcels_.num_passed()) < progress_ * tokens_ + kLeadTokens;
     }
 
     __device__ void publish_token() {
@@ -251,7 +248,7 @@ class Loader {
             }
             advance();
         }
-        ++num_pulled_;
+        progress_ = batch->progress;
         copies_.advance();
         return true;
     }
@@ -288,7 +285,8 @@ class Loader {
     ParcelWalk parcels_;
     CopyQueue copies_;
     Turn turn_;
-    int64_t tokens_ = 0, num_copies_ = 0, num_pulled_ = 0;
+    float tokens_;        // that this block publishes
+    float progress_ = 0;  // of the walk over all copies
 };
 
 class Storer {
@@ -408,7 +406,7 @@ __device__ void walk_copies(const DispatchParams& p, const layout::HandleView& h
     const auto& b = p.context.buffer;
     const int rank = p.context.rank;
     const bool awaits_own = p.record.trailer_bytes() > 0;
-    CopyWalk walk(handle, b.num_ranks, rank, blockIdx.x, gridDim.x);
+    CopyWalk walk(handle, b.num_ranks, rank, &p.context.watch.state->steps_taken, gridDim.x);
     Turn turn;
     bool good = true;
     for (bool more = true; more; turn.advance(CopyBatches::kSize)) {
