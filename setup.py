@@ -146,8 +146,8 @@ def run(command: list) -> str:
 
 
 NVLINK, NVSHMEM_MODULE = "hybrid_ep._nvlink", "hybrid_ep._nvshmem"
-NETWORK_WORDS = ("nvshmem", "internode", "network", "call_state")
-SHARED = ("assign_rows.cu", "peer_memory.cpp")  # what both modules use
+NETWORK_WORDS = ("nvshmem", "internode", "network")
+SHARED = ("assign_rows.cu", "call_state.cpp", "peer_memory.cpp")  # what both modules use
 NVCC, NVSHMEM = find_nvcc(), find_nvshmem()
 NVSHMEM_COMPILE_FLAGS = [
     "-rdc=true",  # its device code is linked with NVSHMEM's

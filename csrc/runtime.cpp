@@ -1,30 +1,11 @@
 #include "runtime.h"
 
 #include <algorithm>
-#include <chrono>
-#include <thread>
 
-#include "check.h"
+#include "device_guard.h"
 
 namespace hybrid_ep {
 namespace {
-
-// Calls may come with another device current; put it back afterwards.
-class DeviceGuard {
-  public:
-    explicit DeviceGuard(int device) {
-        check_cuda(cudaGetDevice(&before_), "current device");
-        if (before_ != device) check_cuda(cudaSetDevice(device), "selecting the device");
-        changed_ = before_ != device;
-    }
-    ~DeviceGuard() {
-        if (changed_) cudaSetDevice(before_);
-    }
-
-  private:
-    int before_ = 0;
-    bool changed_ = false;
-};
 
 template <typename T>
 T* at(uintptr_t address) {
@@ -52,22 +33,7 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     config_.num_sms_combine = std::min(config.num_sms_combine, most);
 
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
-    check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
-    check_cuda(cudaMemset(state_, 0, sizeof(DeviceState)), "call state");
-    if (config.trace) {
-        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.events),
-                              Trace::kCapacity * sizeof(TraceEvent)),
-                   "trace");
-        check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.count), sizeof(uint32_t)), "trace");
-        check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
-    }
-    void* host = nullptr;
-    size_t host_bytes = sizeof(Fault) + kMailSlots * sizeof(Mail);
-    check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
-               "mapped host memory");
-    std::fill_n(static_cast<char*>(host), host_bytes, 0);
-    fault_ = static_cast<Fault*>(host);
-    mail_ = reinterpret_cast<Mail*>(fault_ + 1);
+    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
 }
 
 Runtime::~Runtime() { destroy(); }
@@ -79,20 +45,13 @@ void Runtime::destroy() {
     cudaSetDevice(config_.device);
     cudaDeviceSynchronize();  // this rank's kernels end within the deadline, whatever peers do
     memory_.reset();
-    cudaFree(trace_.events);
-    cudaFree(trace_.count);
-    cudaFree(state_);
-    cudaFreeHost(fault_);
-    trace_ = {};
-    state_ = nullptr;
-    fault_ = nullptr;
+    calls_.reset();
     cudaSetDevice(before);
     cudaGetLastError();
 }
 
 kernels::Context Runtime::context() const {
-    Watch watch{state_, fault_, uint64_t(config_.timeout_s * 1e9)};
-    return {memory_->peers(), config_.rank, buffer_, handle_, watch, trace_};
+    return {memory_->peers(), config_.rank, buffer_, handle_, calls_->watch(), calls_->trace()};
 }
 
 uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens,
@@ -120,8 +79,8 @@ uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, i
     assign.offsets = at<int32_t>(offsets);
     assign.required_rows = at<int32_t>(required_rows);
     if (want_mail) {
-        assign.ticket = ++tickets_;
-        assign.mail = &mail_[assign.ticket % kMailSlots];
+        assign.ticket = calls_->next_ticket();
+        assign.mail = calls_->mail_of(assign.ticket);
     }
     kernels::launch_assign_rows(assign, to_stream(stream));
     return assign.ticket;
@@ -236,43 +195,16 @@ int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, 
 }
 
 std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream) const {
-    const auto* mail = &mail_[ticket % kMailSlots];
-    const auto start = std::chrono::steady_clock::now();
-    // the kernels keep the deadline; this one is for a GPU that makes no progress at all
-    const auto patience = std::chrono::duration<double>(2 * config_.timeout_s + 10);
-    for (int polls = 1; __atomic_load_n(&mail->ticket, __ATOMIC_ACQUIRE) != ticket; ++polls) {
-        if (polls % 1024 != 0) continue;
-        if (fault()) return std::nullopt;
-        if (std::chrono::steady_clock::now() - start > patience) return std::nullopt;
-        if (polls % (1 << 16) == 0) {
-            cudaError_t error = cudaStreamQuery(to_stream(stream));
-            if (error != cudaErrorNotReady) check_cuda(error, "the kernels of a dispatch");
-        }
-        std::this_thread::yield();
-    }
-    return mail->required_rows;
-}
-
-std::vector<TraceEvent> Runtime::take_trace() {
-    if (trace_.events == nullptr) return {};
-    DeviceGuard guard(config_.device);
-    uint32_t count = 0;
-    check_cuda(cudaDeviceSynchronize(), "the kernels of the trace");
-    check_cuda(cudaMemcpy(&count, trace_.count, sizeof(count), cudaMemcpyDeviceToHost), "trace");
-    std::vector<TraceEvent> events(std::min(count, Trace::kCapacity));
-    check_cuda(cudaMemcpy(events.data(), trace_.events, events.size() * sizeof(TraceEvent),
-                          cudaMemcpyDeviceToHost),
-               "trace");
-    check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
-    return events;
+    return calls_->required_rows(ticket, to_stream(stream));
 }
 
 std::optional<FaultReport> Runtime::fault() const {
-    if (fault_ == nullptr) return std::nullopt;
-    uint64_t kind = __atomic_load_n(&fault_->kind, __ATOMIC_ACQUIRE);
-    if (kind == 0) return std::nullopt;
-    return FaultReport{int(kind),       fault_->phase, fault_->peer,
-                       fault_->channel, fault_->epoch, fault_->seen};
+    return calls_ == nullptr ? std::nullopt : calls_->fault();
+}
+
+std::vector<TraceEvent> Runtime::take_trace() {
+    DeviceGuard guard(config_.device);
+    return calls_->take_trace();
 }
 
 }  // namespace hybrid_ep

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "call_state.h"
 #include "kernels/kernels.h"
 #include "memory/peer_memory.h"
 
@@ -20,11 +21,6 @@ struct RuntimeConfig {
     int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
     double timeout_s;
     bool trace;
-};
-
-struct FaultReport {
-    int kind, phase, peer, channel;
-    uint64_t epoch, seen;
 };
 
 class Runtime {
@@ -83,18 +79,12 @@ class Runtime {
     void end_dispatch(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
                       int64_t num_rows);
 
-    static constexpr int kMailSlots = 256;
-
     RuntimeConfig config_;
     layout::BufferLayout buffer_;
     layout::HandleLayout handle_;
     int routing_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;
-    Trace trace_{};
-    DeviceState* state_ = nullptr;  // device memory
-    Fault* fault_ = nullptr;        // mapped host memory, with the mail behind it
-    Mail* mail_ = nullptr;
-    uint64_t tickets_ = 0;
+    std::unique_ptr<CallState> calls_;
     kernels::DispatchParams dispatch_{};  // of the call that has been published
 };
 

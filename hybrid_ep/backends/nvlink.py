@@ -36,7 +36,7 @@ except ImportError as error:
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-_MAIL_LIFETIME = 128  # tickets; half the slots of csrc/runtime.h
+_MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 
