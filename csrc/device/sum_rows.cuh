@@ -15,7 +15,7 @@
 
 namespace hybrid_ep::device {
 
-constexpr int kAdderWarps = 8;  // of a ring
+constexpr int kAdderWarps = 7;  // of a ring
 constexpr int kAdders = kAdderWarps * kWarp;
 constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes, an adder's share
 
@@ -36,6 +36,7 @@ struct TermHeader {
 
     static constexpr int kEnd = -1;
 };
+static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // 16 bytes of a row as floats, and back.
 template <typename T>
