@@ -85,9 +85,8 @@ class Slots {
     }
     template <typename Header>
     __device__ __forceinline__ Header& header(int slot) const {
-        static_assert(sizeof(Header) <= layout::kSlotHeaderBytes);
         return *reinterpret_cast<Header*>(base_ + shape_.slots_bytes() +
-                                          slot * layout::kSlotHeaderBytes);
+                                          slot * shape_.header_bytes);
     }
 
   private:

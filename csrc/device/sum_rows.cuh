@@ -13,7 +13,7 @@
 
 namespace hybrid_ep::device {
 
-constexpr int kAdderWarps = 8;  // of a ring
+constexpr int kAdderWarps = 7;  // of a ring
 constexpr int kAdders = kAdderWarps * kWarp;
 constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes, an adder's share
 
@@ -34,6 +34,7 @@ struct TermHeader {
 
     static constexpr int kEnd = -1;
 };
+static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // One warp: loads the terms of sum after sum. `Walk::next(SumJob&)` is called by the whole warp.
 template <typename Walk>

@@ -25,20 +25,22 @@ enum Role { kWalker = 0, kLoader = 1, kFirstAdder = 2 };
 constexpr int kRingThreads = (kFirstAdder + kAdderWarps) * kWarp;
 constexpr int kThreads = layout::kSumRings * kRingThreads;
 
-struct Smem {
-    SlotHandover slots[layout::kSumRings];
-    CopyBatches copies[layout::kSumRings];
+constexpr int kJobs = 16;  // of a ring: looked up and not loaded yet
 
-    // The whole block.
-    __device__ void init(int num_slots) {
-        if (threadIdx.x == 0) {
-            for (int ring = 0; ring < layout::kSumRings; ++ring) {
-                slots[ring].init(num_slots, kAdderWarps);
-                copies[ring].handover.init(CopyBatches::kSize, 1);
-            }
-        }
-        __syncthreads();
-    }
+// A copy whose rows are to be summed.
+struct PushJob {
+    static constexpr int kEnd = -1;
+
+    char* sum;     // in the inbox of its home
+    int num_rows;  // kEnd: there is no more
+    int row[layout::kMaxTopk];
+    float weight[layout::kMaxTopk];
+};
+
+struct PushSmem {
+    SlotHandover slots;
+    Handover<kJobs> jobs;
+    PushJob job[kJobs];
 };
 
 __host__ __device__ uint32_t combine_signature(int row_bytes, bool has_values) {
@@ -47,63 +49,83 @@ __host__ __device__ uint32_t combine_signature(int row_bytes, bool has_values) {
 
 // ---- push_sums
 
-// The whole warp: hands on batches of copies with the weights of their rows; the values go home
-// from here.
-__device__ void walk_copies(const PushSumsParams& p, CopyWalk walk, CopyBatches& batches) {
-    Turn turn;
-    for (bool more = true; more; turn.advance(CopyBatches::kSize)) {
-        CopyBatch& batch = batches.batch[turn.at];
-        batches.handover.await_free(turn);
-        walk.next(batch);
-        if (p.weights != nullptr) {
-            for (int i = lane_id(); i < batch.num_rows; i += kWarp) {
-                batch.weight[i] = __ldg(&p.weights[batch.row[i]]);
-            }
-        }
-        if (p.values != nullptr && lane_id() < batch.num_copies) {
-            const layout::Copy& copy = batch.copy[lane_id()];
-            char* home = p.context.peers.base[batch.source[lane_id()]];
-            auto* values = reinterpret_cast<float*>(home + p.context.buffer.values_of(copy.token)) +
-                           copy.first_place;
-            const int* row = &batch.row[batch.first_row[lane_id()]];
-            for (int i = 0; i < copy.num_places; ++i) {
-                values[i] = i < copy.num_rows ? __ldg(&p.values[row[i]]) : 0.f;
-            }
-        }
-        more = batch.num_copies > 0;
-        __syncwarp();
-        if (lane_id() == 0) batches.handover.filled(turn);
-    }
-}
+// Takes the next copies, a lane each, and lists them with their rows and weights; the values go
+// home from here.
+class Walker {
+  public:
+    __device__ Walker(const PushSumsParams& p, const CopyWalk& walk, PushSmem& smem)
+        : p_(p), walk_(walk), smem_(smem) {}
 
-// What the loader takes from the batches, job by job.
+    __device__ void run() {
+        CopyWalk::Taken mine;
+        int num_jobs = 0;
+        while (walk_.take(kJobs / 2, mine)) {
+            const uint32_t have = __ballot_sync(kAllLanes, mine.valid);
+            if (mine.valid) list(mine, num_jobs + __popc(have & lanes_below()));
+            num_jobs += __popc(have);
+            __syncwarp();
+        }
+        if (lane_id() == 0) {
+            begin_job(num_jobs).num_rows = PushJob::kEnd;
+            smem_.jobs.filled(turn(num_jobs));
+        }
+    }
+
+  private:
+    // One lane.
+    __device__ void list(const CopyWalk::Taken& mine, int at) {
+        const layout::Copy& copy = mine.copy;
+        const auto& b = p_.context.buffer;
+        char* home = p_.context.peers.base[mine.source];
+        PushJob& job = begin_job(at);
+        job.sum = home + b.inbox_row(copy.token, copy.inbox_slot, p_.row_bytes);
+        job.num_rows = copy.num_rows;
+#pragma unroll 8
+        for (int i = 0; i < copy.num_rows; ++i) job.row[i] = __ldg(&mine.rows[i]);
+        if (p_.weights != nullptr) {
+#pragma unroll 8
+            for (int i = 0; i < copy.num_rows; ++i) job.weight[i] = __ldg(&p_.weights[job.row[i]]);
+        }
+        if (p_.values != nullptr) {
+            auto* values =
+                reinterpret_cast<float*>(home + b.values_of(copy.token)) + copy.first_place;
+#pragma unroll 8
+            for (int i = 0; i < copy.num_places; ++i) {
+                values[i] = i < copy.num_rows ? __ldg(&p_.values[job.row[i]]) : 0.f;
+            }
+        }
+        smem_.jobs.filled(turn(at));
+    }
+
+    __device__ static Turn turn(int job) { return {job % kJobs, uint32_t(job / kJobs) & 1}; }
+    __device__ PushJob& begin_job(int job) {
+        smem_.jobs.await_free(turn(job));
+        return smem_.job[job % kJobs];
+    }
+
+    const PushSumsParams& p_;
+    CopyWalk walk_;
+    PushSmem& smem_;
+};
+
+// The jobs as the loader takes them.
 struct PushJobs {
     const PushSumsParams& p;
-    CopyBatches& batches;
+    PushSmem& smem;
     Turn turn{};
-    int next_copy = 0, num_copies = 0;
 
-    __device__ bool next(SumJob& job) {
-        if (next_copy == num_copies) {
-            if (num_copies > 0) {
-                __syncwarp();
-                if (lane_id() == 0) batches.handover.freed(turn.at);
-                turn.advance(CopyBatches::kSize);
-            }
-            batches.handover.await_filled(turn);
-            num_copies = batches.batch[turn.at].num_copies;
-            next_copy = 0;
-            if (num_copies == 0) return false;
-        }
-        const CopyBatch& batch = batches.batch[turn.at];
-        const layout::Copy& copy = batch.copy[next_copy];
-        const int at = batch.first_row[next_copy] + min(lane_id(), max(copy.num_rows - 1, 0));
-        job.num_rows = copy.num_rows;
-        job.row = copy.num_rows > 0 ? p.rows + int64_t(batch.row[at]) * p.row_bytes : nullptr;
-        job.weight = copy.num_rows > 0 ? batch.weight[at] : 0.f;
-        job.sum = p.context.peers.base[batch.source[next_copy]] +
-                  p.context.buffer.inbox_row(copy.token, copy.inbox_slot, p.row_bytes);
-        ++next_copy;
+    __device__ bool next(SumJob& sum) {
+        smem.jobs.await_filled(turn);
+        const PushJob& job = smem.job[turn.at];
+        if (job.num_rows == PushJob::kEnd) return false;
+        const int mine = min(lane_id(), max(job.num_rows - 1, 0));
+        sum.num_rows = job.num_rows;
+        sum.row = p.rows + int64_t(job.row[mine]) * p.row_bytes;
+        sum.weight = job.weight[mine];
+        sum.sum = job.sum;
+        __syncwarp();
+        if (lane_id() == 0) smem.jobs.freed(turn.at);
+        turn.advance(kJobs);
         return true;
     }
 };
@@ -111,7 +133,7 @@ struct PushJobs {
 template <typename T, bool kWeighted>
 __global__ void __launch_bounds__(kThreads, 1) push_sums(const __grid_constant__ PushSumsParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
-    __shared__ Smem smem;
+    __shared__ PushSmem smem[layout::kSumRings];
     const auto& b = p.context.buffer;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kCombine);
     const Stopwatch waiting(p.context.trace);
@@ -123,18 +145,22 @@ __global__ void __launch_bounds__(kThreads, 1) push_sums(const __grid_constant__
     const Stopwatch pushing(p.context.trace);
     const int ring = threadIdx.x / kRingThreads, role = warp_id() % (kRingThreads / kWarp);
     const Slots slots(dynamic_smem, p.ring, ring);
-    smem.init(slots.size());
+    if (threadIdx.x < layout::kSumRings) {
+        smem[threadIdx.x].slots.init(slots.size(), kAdderWarps);
+        smem[threadIdx.x].jobs.init(kJobs, 1);
+    }
+    __syncthreads();
     if (role == kWalker) {
         const layout::HandleView handle(p.words, p.context.handle);
         const CopyWalk walk(handle, b.num_ranks, p.context.rank,
                             &p.context.watch.state->steps_taken, gridDim.x * layout::kSumRings);
-        walk_copies(p, walk, smem.copies[ring]);
+        Walker(p, walk, smem[ring]).run();
     } else if (role == kLoader) {
-        PushJobs jobs{p, smem.copies[ring]};
-        load_terms(jobs, slots, smem.slots[ring], p.slices, p.row_bytes);
+        PushJobs jobs{p, smem[ring]};
+        load_terms(jobs, slots, smem[ring].slots, p.slices, p.row_bytes);
     } else {
         const int adder = threadIdx.x % kRingThreads - kFirstAdder * kWarp;
-        Adder<T, kWeighted>(slots, smem.slots[ring], adder, 1 + ring).run();
+        Adder<T, kWeighted>(slots, smem[ring].slots, adder, 1 + ring).run();
     }
     ptx::let_next_kernel_start();
     signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, blockIdx.x, epoch,
@@ -190,7 +216,7 @@ template <typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     sum_at_home(const __grid_constant__ SumAtHomeParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
-    __shared__ Smem smem;
+    __shared__ SlotHandover handovers[layout::kSumRings];
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     ptx::await_kernel_before();
@@ -207,15 +233,16 @@ __global__ void __launch_bounds__(kThreads, 1)
     const int num_takers = gridDim.x * layout::kSumRings;
     const layout::HandleView handle(p.words, p.context.handle);
     const Slots slots(dynamic_smem, p.ring, ring);
-    smem.init(slots.size());
+    if (threadIdx.x < layout::kSumRings) handovers[threadIdx.x].init(slots.size(), kAdderWarps);
+    __syncthreads();
     if (role == kWalker) {
         if (p.values != nullptr) take_values(p, handle, taker, num_takers);
     } else if (role == kLoader) {
         HomeJobs jobs{p, handle, taker, num_takers};
-        load_terms(jobs, slots, smem.slots[ring], p.slices, p.row_bytes);
+        load_terms(jobs, slots, handovers[ring], p.slices, p.row_bytes);
     } else {
         const int adder = threadIdx.x % kRingThreads - kFirstAdder * kWarp;
-        Adder<T, false>(slots, smem.slots[ring], adder, 1 + ring).run();
+        Adder<T, false>(slots, handovers[ring], adder, 1 + ring).run();
     }
     __syncthreads();
     summing.stop(Span::kSumAtHome, epoch);

@@ -1,17 +1,17 @@
 // Dispatch, in one kernel: my tokens become readable for my peers, and every copy that is mine is
 // pulled once and lands in all its rows.
 //
-//   publish   x[t] --TMA load--> slot --TMA store--> outbox record [row | scales | weights]
+//   publish   x[t], scales, weights --> outbox record [row | scales | weights], parcel by parcel;
+//             a flag in every peer announces the parcel
 //   pull      outbox record of the source --TMA load over NVLink--> slot --TMA stores-->
 //   rows[row_i]
 //                                                  weights[row_i], scales[row_i] <--'
 //
-// A block publishes parcels of kParcelTokens tokens, each announced by a flag in every peer, and
-// pulls the copies that are dealt to it. Only tokens that go to a peer are published: my own copies
-// come from x. Publishing keeps a little ahead of pulling, so that NVLink carries something from
-// the first microseconds to the last; and whoever would wait for a peer publishes first, so no two
-// ranks wait for each other. The two halves may also be two launches, with the host's wait for the
-// number of rows between them.
+// Publishing and pulling are done by different warps of each block and do not wait for each other,
+// so no two ranks ever do. Only tokens that go to a peer are published: my own copies come from x.
+// Publishing keeps just ahead of pulling, all through the call: it must not take the SM's stores
+// away from pulling while NVLink waits. The two may also be two launches, with the host's wait for
+// the number of rows between them.
 #include "device/copy_walk.cuh"
 #include "device/flag.cuh"
 #include "device/ring.cuh"
@@ -26,415 +26,248 @@ using namespace device;
 using layout::kParcelTokens;
 using layout::Phase;
 
-// Warps: one starts all loads, one all stores of what has landed; one looks up the copies to pull
-// and waits until their sources have announced them; one announces my parcels to the peers, which
-// takes microseconds; the last ones write what is no row: weights and scales to the outbox, zeros
-// to the padding.
-enum Role { kLoader = 0, kStorer = 1, kWalker = 2, kHerald = 3, kFirstWriter = 4 };
-constexpr int kWriters = 4;
+// Warps: the walker looks up copies and waits until their sources have announced them; the loader
+// starts all bulk loads, the storer all stores of what has landed; the writers publish and the
+// herald announces, which takes microseconds; the sweepers zero the padding.
+constexpr int kWriters = 8, kSweepers = 2;
+enum Role { kWalker = 0, kLoader = 1, kStorer = 2, kHerald = 3, kFirstSweeper = 4 };
+constexpr int kFirstWriter = kFirstSweeper + kSweepers;
 constexpr int kThreads = (kFirstWriter + kWriters) * kWarp;
-constexpr int kSlotsRead = 4;      // the newest slots, which stores may still be reading
-constexpr int kSlotsWritten = 16;  // the newest whose stores need not have arrived
-constexpr int kLeadTokens = 64;    // of publishing before pulling
+
+constexpr int kJobs = 32;           // looked up and not stored yet
+constexpr int kSlotsRead = 4;       // the newest slots, which stores may still be reading
+constexpr int kLeadTokens = 32;     // of publishing before pulling
+constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way when it publishes
+
+// A slice of a copy: what to load, and where to store it.
+struct Job {
+    static constexpr int kEnd = -1;
+
+    const char* from;
+    const char* trailer;  // where it is if not behind the slice; of my own copies
+    int offset, bytes;    // of the slice in its row
+    int trailer_bytes;    // the last slice brings the trailer
+    int num_rows;         // kEnd: there is no more
+    int first_place;      // of my experts among the token's distinct experts
+    int row[layout::kMaxTopk];
+};
 
 struct Smem {
+    Handover<kJobs> jobs;
+    Job job[kJobs];
     SlotHandover slots;
-    CopyBatches copies;
-    // of this block, so far
-    uint32_t parcels_stored;    // by the storer, written for everybody to see
-    uint32_t trailers_written;  // parcels times writers
-    bool failed;                // a peer did not come: the call stays open
+    uint32_t parcels_written[kWriters];  // of this block, so far
+    float progress;                      // of the walk over the copies
+    bool walker_waits;                   // for a peer
+    bool failed;                         // a peer did not come: the call stays open
 };
 
-// Behind a slot: where to store what has landed.
-struct SlotHeader {
-    static constexpr int kEnd = -1, kSettle = -2;  // for num_targets: nothing landed
+// ---- pull
 
-    char* to;
-    int64_t stride;  // target i is to + target[i] * stride
-    int bytes, num_targets;
-    int first_place;   // of a trailer behind the row, to be spread; -1: none
-    bool ends_parcel;  // once this is written, the parcel may be announced
-    int target[layout::kMaxTopk];
+// Takes the next copies, a lane each, waits until they are announced, and lists their slices.
+class Walker {
+  public:
+    __device__ Walker(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
+                      uint64_t epoch)
+        : p_(p),
+          smem_(smem),
+          epoch_(epoch),
+          walk_(handle, p.context.buffer.num_ranks, p.context.rank,
+                &p.context.watch.state->steps_taken, gridDim.x) {}
+
+    __device__ void run() {
+        const int most = max(kJobs / 2 / p_.slices.num_slices, 1);
+        CopyWalk::Taken mine;
+        while (walk_.take(most, mine)) {
+            const bool has_copy = mine.valid && mine.copy.num_rows > 0;
+            if (!await_announced(has_copy, mine)) break;
+            const uint32_t have = __ballot_sync(kAllLanes, has_copy);
+            if (has_copy) {
+                const int before = __popc(have & lanes_below()) * p_.slices.num_slices;
+                for (int i = 0; i < p_.slices.num_slices; ++i)
+                    list(mine, i, next_job_ + before + i);
+            }
+            next_job_ += __popc(have) * p_.slices.num_slices;
+            __syncwarp();
+            if (lane_id() == 0) volatile_store(smem_.progress, walk_.progress());
+        }
+        if (lane_id() == 0) {
+            volatile_store(smem_.progress, 1.f);
+            begin_job(next_job_).num_rows = Job::kEnd;
+            smem_.jobs.filled(turn(next_job_));
+        }
+    }
+
+  private:
+    __device__ bool await_announced(bool has_copy, const CopyWalk::Taken& mine) {
+        const auto& b = p_.context.buffer;
+        const Stopwatch waiting(p_.context.trace);
+        if (lane_id() == 0) volatile_store(smem_.walker_waits, true);
+        bool good = true;
+        // my own row comes from x, but its trailer from my outbox
+        if (has_copy && (mine.source != p_.context.rank || p_.record.trailer_bytes() > 0)) {
+            const int parcel = mine.copy.token / kParcelTokens;
+            auto* flag =
+                reinterpret_cast<const uint64_t*>(p_.context.peers.base[p_.context.rank] +
+                                                  b.flag(Phase::kDispatch, mine.source, parcel));
+            good = wait_flag(flag, epoch_, p_.record.signature(), p_.context.watch,
+                             Phase::kDispatch, mine.source, parcel);
+            ptx::fence_proxy_async();
+        }
+        good = __all_sync(kAllLanes, good);
+        if (lane_id() == 0) {
+            volatile_store(smem_.walker_waits, false);
+            if (!good) smem_.failed = true;
+            waiting.note(Span::kAwaitRows, epoch_);
+        }
+        return good;
+    }
+
+    // One lane.
+    __device__ void list(const CopyWalk::Taken& mine, int slice, int at) {
+        const layout::Copy& copy = mine.copy;
+        const int offset = slice * p_.slices.slice_bytes;
+        const bool is_own = mine.source == p_.context.rank;
+        const char* record =
+            p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
+        Job& job = begin_job(at);
+        job.from = (is_own ? p_.x + copy.token * p_.x_stride : record) + offset;
+        job.trailer = is_own ? record + p_.record.row_bytes : nullptr;
+        job.offset = offset;
+        job.bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
+        job.trailer_bytes = slice + 1 == p_.slices.num_slices ? p_.record.trailer_bytes() : 0;
+        job.num_rows = copy.num_rows;
+        job.first_place = copy.first_place;
+#pragma unroll 8
+        for (int i = 0; i < copy.num_rows; ++i) job.row[i] = __ldg(&mine.rows[i]);
+        smem_.jobs.filled(turn(at));
+    }
+
+    __device__ static Turn turn(int job) { return {job % kJobs, uint32_t(job / kJobs) & 1}; }
+    __device__ Job& begin_job(int job) {
+        smem_.jobs.await_free(turn(job));
+        return smem_.job[job % kJobs];
+    }
+
+    const DispatchParams& p_;
+    Smem& smem_;
+    uint64_t epoch_;
+    CopyWalk walk_;
+    int next_job_ = 0;
 };
+
+// One thread.
+__device__ void load_slices(const Slots& slots, Smem& smem) {
+    Turn at, slot;
+    while (true) {
+        smem.jobs.await_filled(at);
+        const Job& job = smem.job[at.at];
+        if (job.num_rows == Job::kEnd) break;
+        const char *from = job.from, *trailer = job.trailer;
+        const int bytes = job.bytes, trailer_bytes = job.trailer_bytes;
+        const bool apart = trailer_bytes > 0 && trailer != nullptr;
+        smem.slots.await_free(slot);
+        smem.slots.filled_by(slot, bytes + trailer_bytes);
+        char* to = slots.bytes(slot.at);
+        ptx::bulk_load(to, from, apart ? bytes : bytes + trailer_bytes, smem.slots.barrier(slot));
+        if (apart) ptx::bulk_load(to + bytes, trailer, trailer_bytes, smem.slots.barrier(slot));
+        at.advance(kJobs);
+        slot.advance(slots.size());
+    }
+}
+
+// The weights and the scales of a copy, to its rows: a lane per row.
+__device__ void spread_trailer(const DispatchParams& p, const Job& job, const char* trailer) {
+    const int lane = lane_id(), scale_bytes = p.record.scale_bytes;
+    const bool has_row = lane < job.num_rows;
+    if (p.record.weight_bytes > 0 && has_row) {
+        auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
+                                                       p.record.scales_offset());
+        p.row_weights[job.row[lane]] = weights[job.first_place + lane];
+    }
+    if (scale_bytes == 0) return;
+    if (scale_bytes % layout::kBulkAlign == 0) {
+        if (has_row) {
+            ptx::bulk_store(p.row_scales + int64_t(job.row[lane]) * scale_bytes, trailer,
+                            scale_bytes);
+        }
+        return;
+    }
+    for (int i = 0; i < job.num_rows; ++i) {
+        char* to = p.row_scales + int64_t(job.row[i]) * scale_bytes;
+        for (int b = lane; b < scale_bytes; b += kWarp) to[b] = trailer[b];
+    }
+}
+
+// The whole warp.
+__device__ void store_slices(const DispatchParams& p, const Slots& slots, Smem& smem) {
+    Turn at, slot, oldest;
+    for (int num_stored = 1;; ++num_stored) {
+        smem.jobs.await_filled(at);
+        const Job& job = smem.job[at.at];
+        if (job.num_rows == Job::kEnd) break;
+        smem.slots.await_filled(slot);
+        const char* landed = slots.bytes(slot.at);
+        if (lane_id() < job.num_rows) {
+            ptx::bulk_store(p.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes + job.offset,
+                            landed, job.bytes);
+        }
+        if (job.trailer_bytes > 0) spread_trailer(p, job, landed + job.bytes);
+        ptx::bulk_commit();
+        __syncwarp();
+        if (lane_id() == 0) smem.jobs.freed(at.at);
+        at.advance(kJobs);
+        slot.advance(slots.size());
+        ptx::bulk_wait_read<kSlotsRead>();
+        __syncwarp();
+        if (num_stored <= kSlotsRead) continue;
+        if (lane_id() == 0) smem.slots.freed(oldest.at);
+        oldest.advance(slots.size());
+    }
+    ptx::bulk_wait_written<0>();
+}
+
+// ---- publish
 
 // A rank by itself has nobody to publish for, but its trailers take the way of all.
 __device__ __forceinline__ bool publishes(const DispatchParams& p) {
     return p.publishes && (p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0);
 }
 
-// The block's parcels, one after the other: which of their tokens travel.
-class ParcelWalk {
-  public:
-    __device__ ParcelWalk(const DispatchParams& p, const layout::HandleView& handle)
-        : p_(p), handle_(handle), ahead_(travels(blockIdx.x)) {
-        open(blockIdx.x);
-    }
+__device__ __forceinline__ int num_parcels(const DispatchParams& p) {
+    return layout::ceil_div(p.num_tokens, kParcelTokens);
+}
 
-    __device__ bool more() const { return parcel_ * kParcelTokens < p_.num_tokens; }
-    __device__ int num_passed() const { return num_passed_; }
-
-    // The next token of the parcel, -1 if none travels; `last`: the parcel is complete with it.
-    __device__ int64_t next(bool& last) {
-        const int in_parcel = __ffs(left_) - 1;
-        const int64_t token = in_parcel < 0 ? -1 : int64_t(parcel_) * kParcelTokens + in_parcel;
-        left_ &= left_ - 1;
-        last = left_ == 0;
-        ++num_passed_;
-        return token;
-    }
-    __device__ void close_parcel() {
-        num_passed_ = layout::round_up(num_passed_, kParcelTokens);
-        open(parcel_ + gridDim.x);
-    }
-
-  private:
-    __device__ void open(int parcel) {
-        parcel_ = parcel;
-        left_ = __ballot_sync(kAllLanes, ahead_);
-        ahead_ = travels(parcel + gridDim.x);  // looked up long before it is needed
-    }
-    __device__ bool travels(int parcel) const {
-        const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
-        if (lane_id() >= kParcelTokens || token >= p_.num_tokens) return false;
-        return __ldg(&handle_.home_copies[token]) & layout::HandleView::kTravels;
-    }
-
-    const DispatchParams& p_;
-    const layout::HandleView& handle_;
-    int parcel_ = 0, num_passed_ = 0;
-    uint32_t left_ = 0;
-    bool ahead_;
-};
-
-// The batches of copies from the walker, one copy after the other.
-class CopyQueue {
-  public:
-    __device__ explicit CopyQueue(CopyBatches& batches) : batches_(batches) {}
-
-    // Whether next() has an answer without waiting.
-    __device__ bool is_ready() {
-        if (over_ || next_ < num_copies_) return true;
-        return __any_sync(kAllLanes, batches_.handover.is_filled(turn_));
-    }
-    // Points at the next copy; false: there is no more.
-    __device__ bool next(const CopyBatch*& batch, int& at) {
-        if (!over_ && next_ == num_copies_) open_batch();
-        if (over_) return false;
-        batch = &batches_.batch[turn_.at];
-        at = next_;
-        return true;
-    }
-    __device__ void advance() {
-        if (++next_ < num_copies_) return;
-        __syncwarp();
-        if (lane_id() == 0) batches_.handover.freed(turn_.at);
-        turn_.advance(CopyBatches::kSize);
-        next_ = num_copies_ = 0;
-    }
-    __device__ bool over() const { return over_; }
-
-  private:
-    __device__ void open_batch() {
-        batches_.handover.await_filled(turn_);
-        num_copies_ = batches_.batch[turn_.at].num_copies;
-        over_ = num_copies_ == 0;
-        next_ = 0;
-    }
-
-    CopyBatches& batches_;
-    Turn turn_;
-    int next_ = 0, num_copies_ = 0;
-    bool over_ = false;
-};
-
-class Loader {
-  public:
-    __device__ Loader(const DispatchParams& p, const layout::HandleView& handle, const Slots& slots,
-                      Smem& smem, uint64_t epoch)
-        : p_(p),
-          slots_(slots),
-          smem_(smem),
-          epoch_(epoch),
-          parcels_(p, handle),
-          copies_(smem.copies) {
-        const int parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
-        tokens_ = float(layout::ceil_div(parcels, int(gridDim.x)) * kParcelTokens);
-    }
-
-    __device__ void run(const Trace& trace) {
-        const Stopwatch stopwatch(trace);
-        bool publishing = publishes(p_);
-        while (true) {
-            if (publishing && parcels_.more()) {
-                if (!p_.pulls || copies_.over() || is_behind() || !copies_.is_ready()) {
-                    publish_token();
-                    continue;
-                }
-            } else if (publishing) {
-                publishing = false;
-                if (lane_id() == 0) stopwatch.note(Span::kPublishRows, epoch_);
-            }
-            if (!p_.pulls) break;
-            if (!copies_.is_ready()) tell_storer(SlotHeader::kSettle);
-            if (!pull_copy() && !publishing) break;
+// The whole warp.
+__device__ void copy_row(char* to, const char* from, int bytes) {
+    const int count = bytes / 16;
+    auto* target = reinterpret_cast<uint4*>(to);
+    auto* source = reinterpret_cast<const uint4*>(from);
+    for (int first = lane_id(); first < count; first += kVectorsAtOnce * kWarp) {
+        uint4 vector[kVectorsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+            if (first + i * kWarp < count) vector[i] = __ldcs(source + first + i * kWarp);
         }
-        tell_storer(SlotHeader::kEnd);
-        if (p_.pulls && lane_id() == 0) stopwatch.note(Span::kPullRows, epoch_);
-    }
-
-  private:
-    // All ranks pull tokens in order and at about the same pace.
-    __device__ bool is_behind() const {
-        return float(parcels_.num_passed()) < progress_ * tokens_ + kLeadTokens;
-    }
-
-    __device__ void publish_token() {
-        bool last_token;
-        const int64_t token = parcels_.next(last_token);
-        const int num_slices = token < 0 ? 1 : p_.slices.num_slices;
-        for (int slice = 0; slice < num_slices; ++slice) {
-            const int offset = slice * p_.slices.slice_bytes;
-            const int bytes =
-                token < 0 ? 0 : min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
-            SlotHeader& header = begin_slot();
-            if (lane_id() == 0) {
-                header.to = mine() + p_.context.buffer.record(epoch_, 0) + offset;
-                header.stride = p_.context.buffer.record_bytes;
-                header.bytes = bytes;
-                header.num_targets = token < 0 ? 0 : 1;
-                header.ends_parcel = last_token && slice + 1 == num_slices;
-                header.first_place = -1;
-                header.target[0] = int(token);
-            }
-            if (fill_slot(bytes)) load(0, p_.x + token * p_.x_stride + offset, bytes);
-            advance();
+#pragma unroll
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+            if (first + i * kWarp < count) target[first + i * kWarp] = vector[i];
         }
-        if (last_token) parcels_.close_parcel();
-    }
-
-    // False: there is no copy left.
-    __device__ bool pull_copy() {
-        const CopyBatch* batch;
-        int at;
-        if (!copies_.next(batch, at)) return false;
-        const layout::Copy copy = batch->copy[at];
-        const int source = batch->source[at];
-        const int row =
-            lane_id() < copy.num_rows ? batch->row[batch->first_row[at] + lane_id()] : 0;
-        const int num_slices = copy.num_rows > 0 ? p_.slices.num_slices : 0;
-        const int64_t record = p_.context.buffer.record(epoch_, copy.token);
-        for (int slice = 0; slice < num_slices; ++slice) {
-            const int offset = slice * p_.slices.slice_bytes;
-            const int bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
-            const int trailer = slice + 1 == num_slices ? p_.record.trailer_bytes() : 0;
-            SlotHeader& header = begin_slot();
-            header.target[lane_id()] = row;
-            if (lane_id() == 0) {
-                header.to = p_.rows + offset;
-                header.stride = p_.record.row_bytes;
-                header.bytes = bytes;
-                header.num_targets = copy.num_rows;
-                header.ends_parcel = false;
-                header.first_place = trailer > 0 ? copy.first_place : -1;
-            }
-            if (fill_slot(bytes + trailer)) {
-                if (source != p_.context.rank) {
-                    load(0, p_.context.peers.base[source] + record + offset, bytes + trailer);
-                } else {
-                    load(0, p_.x + copy.token * p_.x_stride + offset, bytes);
-                    if (trailer > 0) load(bytes, mine() + record + p_.record.row_bytes, trailer);
-                }
-            }
-            advance();
-        }
-        progress_ = batch->progress;
-        copies_.advance();
-        return true;
-    }
-
-    __device__ SlotHeader& begin_slot() {
-        smem_.slots.await_free(turn_);
-        return slots_.header<SlotHeader>(turn_.at);
-    }
-    // Before the loader waits for a peer, all that it has loaded must get on its way: the peer may
-    // be waiting for it.
-    __device__ void tell_storer(int what) {
-        SlotHeader& header = begin_slot();
-        if (lane_id() == 0) header.num_targets = what;
-        fill_slot(0);
-        advance();
-    }
-    // Behind the header: the lane that it is true for starts loads of so many bytes.
-    __device__ bool fill_slot(int bytes) {
-        __syncwarp();
-        if (lane_id() != 0) return false;
-        smem_.slots.filled_by(turn_, bytes);
-        return bytes > 0;
-    }
-    __device__ void load(int offset, const char* from, int bytes) {
-        ptx::bulk_load(slots_.bytes(turn_.at) + offset, from, bytes, smem_.slots.barrier(turn_));
-    }
-    __device__ void advance() { turn_.advance(slots_.size()); }
-    __device__ char* mine() const { return p_.context.peers.base[p_.context.rank]; }
-
-    const DispatchParams& p_;
-    const Slots& slots_;
-    Smem& smem_;
-    uint64_t epoch_;
-    ParcelWalk parcels_;
-    CopyQueue copies_;
-    Turn turn_;
-    float tokens_;        // that this block publishes
-    float progress_ = 0;  // of the walk over all copies
-};
-
-class Storer {
-  public:
-    __device__ Storer(const DispatchParams& p, const Slots& slots, Smem& smem)
-        : p_(p), slots_(slots), smem_(smem) {}
-
-    // A slot is free when its stores have read it, a parcel complete when they are written.
-    __device__ void run() {
-        while (true) {
-            smem_.slots.await_filled(turn_);
-            const SlotHeader& header = slots_.header<SlotHeader>(turn_.at);
-            const int num_targets = header.num_targets;
-            if (num_targets == SlotHeader::kEnd) break;
-            if (num_targets > 0) store(header, slots_.bytes(turn_.at));
-            ptx::bulk_commit();
-            ends_parcel_ = ends_parcel_ << 1 | uint32_t(num_targets >= 0 && header.ends_parcel);
-            turn_.advance(slots_.size());
-            ++num_stored_;
-            if (num_targets == SlotHeader::kSettle) {
-                settle<0, 0>();
-            } else {
-                settle<kSlotsRead, kSlotsWritten>();
-            }
-        }
-        settle<0, 0>();
-    }
-
-  private:
-    __device__ void store(const SlotHeader& header, const char* slot) const {
-        if (lane_id() < header.num_targets) {
-            ptx::bulk_store(header.to + header.target[lane_id()] * header.stride, slot,
-                            header.bytes);
-        }
-        if (header.first_place >= 0) spread_trailer(header, slot + header.bytes);
-    }
-
-    __device__ void spread_trailer(const SlotHeader& header, const char* trailer) const {
-        const int lane = lane_id(), scale_bytes = p_.record.scale_bytes;
-        const bool has_row = lane < header.num_targets;
-        if (p_.record.weight_bytes > 0 && has_row) {
-            auto* weights = reinterpret_cast<const float*>(trailer + p_.record.weights_offset() -
-                                                           p_.record.scales_offset());
-            p_.row_weights[header.target[lane]] = weights[header.first_place + lane];
-        }
-        if (scale_bytes == 0) return;
-        if (scale_bytes % layout::kBulkAlign == 0) {
-            char* to = p_.row_scales + int64_t(header.target[lane]) * scale_bytes;
-            if (has_row) ptx::bulk_store(to, trailer, scale_bytes);
-            return;
-        }
-        for (int i = 0; i < header.num_targets; ++i) {
-            char* to = p_.row_scales + int64_t(header.target[i]) * scale_bytes;
-            for (int b = lane; b < scale_bytes; b += kWarp) to[b] = trailer[b];
-        }
-    }
-
-    template <int kRead, int kWritten>
-    __device__ void settle() {
-        ptx::bulk_wait_read<kRead>();
-        __syncwarp();
-        for (; num_freed_ < num_stored_ - kRead; ++num_freed_) {
-            if (lane_id() == 0) smem_.slots.freed(oldest_);
-            if (++oldest_ == slots_.size()) oldest_ = 0;
-        }
-        const uint32_t written = ends_parcel_ >> kWritten;
-        if (written == 0) return;  // for waiting invalidates the L1 cache
-        ptx::bulk_wait_written<kWritten>();
-        ends_parcel_ &= (1u << kWritten) - 1;
-        __threadfence_block();
-        if (lane_id() == 0) atomicAdd(&smem_.parcels_stored, __popc(written));
-    }
-
-    const DispatchParams& p_;
-    const Slots& slots_;
-    Smem& smem_;
-    Turn turn_;
-    int oldest_ = 0;  // slot that is not freed
-    int num_stored_ = 0, num_freed_ = 0;
-    uint32_t ends_parcel_ = 0;  // bit i: the slot stored i before the newest, until it is written
-};
-static_assert(kSlotsWritten < 32);
-
-// The block's parcels in turn, as soon as their rows and trailers are written: as many at once as
-// there are, because a fence for the whole system takes longer than storing a parcel.
-__device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint64_t epoch) {
-    const auto& b = p.context.buffer;
-    const int num_parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
-    const bool has_trailers = p.record.trailer_bytes() > 0;
-    const auto* stored = static_cast<const volatile uint32_t*>(&smem.parcels_stored);
-    const auto* trailers = static_cast<const volatile uint32_t*>(&smem.trailers_written);
-    const uint64_t value = flag_value(epoch, p.record.signature());
-    int announced = 0;
-    auto parcel = [&](int i) { return int(blockIdx.x) + i * int(gridDim.x); };
-    while (parcel(announced) < num_parcels) {
-        int ready = *stored;
-        if (has_trailers) ready = min(ready, int(*trailers) / kWriters);
-        ready = __shfl_sync(kAllLanes, ready, 0);
-        if (ready == announced) continue;
-        ptx::fence_proxy_async();
-        ptx::fence_system();
-        const int num_flags = (ready - announced) * b.num_ranks;
-        for (int i = lane_id(); i < num_flags; i += kWarp) {
-            const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
-            auto* flag = reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
-                                                     b.flag(Phase::kDispatch, p.context.rank, at));
-            ptx::store_relaxed(flag, value);
-        }
-        announced = ready;
-        __syncwarp();
     }
 }
 
-// A batch is handed on when all its copies have been announced by their sources.
-__device__ void walk_copies(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
-                            uint64_t epoch) {
-    const auto& b = p.context.buffer;
-    const int rank = p.context.rank;
-    const bool awaits_own = p.record.trailer_bytes() > 0;
-    CopyWalk walk(handle, b.num_ranks, rank, &p.context.watch.state->steps_taken, gridDim.x);
-    Turn turn;
-    bool good = true;
-    for (bool more = true; more; turn.advance(CopyBatches::kSize)) {
-        CopyBatch& batch = smem.copies.batch[turn.at];
-        smem.copies.handover.await_free(turn);
-        walk.next(batch);
-        const Stopwatch waiting(p.context.trace);
-        if (lane_id() < batch.num_copies) {
-            const int source = batch.source[lane_id()];
-            const int parcel = batch.copy[lane_id()].token / kParcelTokens;
-            auto* flag = reinterpret_cast<const uint64_t*>(
-                p.context.peers.base[rank] + b.flag(Phase::kDispatch, source, parcel));
-            if (source != rank || awaits_own) {
-                good = wait_flag(flag, epoch, p.record.signature(), p.context.watch,
-                                 Phase::kDispatch, source, parcel);
-            }
-            ptx::fence_proxy_async();
-        }
-        good = __all_sync(kAllLanes, good);
-        if (!good) smem.failed = true;
-        more = good && batch.num_copies > 0;
-        __syncwarp();
-        if (lane_id() == 0) {
-            if (more) waiting.note(Span::kAwaitRows, epoch);
-            if (!more) batch.num_copies = 0;
-            smem.copies.handover.filled(turn);
-        }
-        __syncwarp();
+// The writer's rows of a parcel.
+__device__ void write_rows(const DispatchParams& p, const layout::HandleView& handle, int writer,
+                           int parcel, uint64_t epoch) {
+    const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
+    const bool travels = lane_id() < kParcelTokens && token < p.num_tokens &&
+                         (__ldg(&handle.home_copies[token]) & layout::HandleView::kTravels);
+    uint32_t left = __ballot_sync(kAllLanes, travels);
+    for (int turn = 0; left != 0; ++turn, left &= left - 1) {
+        if (turn % kWriters != writer) continue;
+        const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
+        copy_row(p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, mine),
+                 p.x + mine * p.x_stride, p.record.row_bytes);
     }
 }
 
@@ -484,6 +317,59 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
     }
 }
 
+// While the block pulls, its parcels follow: publishing all at once would hold up the pull.
+__device__ void keep_pace(const DispatchParams& p, const Smem& smem, int num_written) {
+    if (!p.pulls) return;
+    const auto* progress = static_cast<const volatile float*>(&smem.progress);
+    const auto* waits = static_cast<const volatile bool*>(&smem.walker_waits);
+    const float tokens = float(num_parcels(p)) / gridDim.x * kParcelTokens;
+    while (num_written * kParcelTokens > *progress * tokens + kLeadTokens && !*waits) {
+        __nanosleep(100);
+    }
+}
+
+__device__ void write_parcels(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
+                              int writer, uint64_t epoch) {
+    const Stopwatch writing(p.context.trace);
+    int num_written = 0;
+    for (int parcel = blockIdx.x; parcel < num_parcels(p); parcel += gridDim.x) {
+        keep_pace(p, smem, num_written);
+        write_rows(p, handle, writer, parcel, epoch);
+        write_trailers(p, handle, writer, parcel, epoch);
+        __threadfence_block();  // the herald's fence is for all
+        __syncwarp();
+        ++num_written;
+        if (lane_id() == 0) volatile_store(smem.parcels_written[writer], uint32_t(num_written));
+    }
+    if (writer == 0 && lane_id() == 0) writing.note(Span::kPublishRows, epoch);
+}
+
+// The block's parcels in turn, as many at once as are written: a fence for the whole system takes
+// longer than writing a parcel.
+__device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    const auto* written = static_cast<const volatile uint32_t*>(smem.parcels_written);
+    const uint64_t value = flag_value(epoch, p.record.signature());
+    auto parcel = [&](int i) { return int(blockIdx.x) + i * int(gridDim.x); };
+    int announced = 0;
+    while (parcel(announced) < num_parcels(p)) {
+        const int ready = int(__reduce_min_sync(kAllLanes, written[lane_id() % kWriters]));
+        if (ready == announced) continue;
+        ptx::fence_system();
+        const int num_flags = (ready - announced) * b.num_ranks;
+        for (int i = lane_id(); i < num_flags; i += kWarp) {
+            const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
+            auto* flag = reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
+                                                     b.flag(Phase::kDispatch, p.context.rank, at));
+            ptx::store_relaxed(flag, value);
+        }
+        announced = ready;
+        __syncwarp();
+    }
+}
+
+// ---- padding
+
 __device__ void zero_row(const DispatchParams& p, int64_t row) {
     auto* to = reinterpret_cast<uint4*>(p.rows + row * p.record.row_bytes);
     for (int i = lane_id(); i < p.record.row_bytes / 16; i += kWarp) to[i] = uint4{};
@@ -493,32 +379,41 @@ __device__ void zero_row(const DispatchParams& p, int64_t row) {
 }
 
 // The end of each expert's group, and the tail after the last.
-__device__ void zero_padding(const DispatchParams& p, const layout::HandleView& handle,
-                             int writer) {
+__device__ void zero_padding(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
+                             uint64_t epoch) {
+    if (!handle.header[layout::HandleLayout::kMayHavePadding]) return;
+    const Stopwatch zeroing(p.context.trace);
     const int experts = p.context.buffer.num_local_experts;
-    const int first = blockIdx.x * kWriters + writer, step = gridDim.x * kWriters;
+    const int first = blockIdx.x * kSweepers + sweeper, step = gridDim.x * kSweepers;
     for (int e = 0; e <= experts; ++e) {
         int64_t begin = handle.offsets[e] + (e < experts ? handle.counts[e] : 0);
         int64_t end = e < experts ? handle.offsets[e + 1] : p.num_rows;
         for (int64_t row = begin + first; row < end; row += step) zero_row(p, row);
     }
+    if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
-__device__ void write(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
-                      int writer, uint64_t epoch) {
-    if (p.publishes && p.record.trailer_bytes() > 0) {
-        const int parcels = layout::ceil_div(p.num_tokens, kParcelTokens);
-        for (int parcel = blockIdx.x; parcel < parcels; parcel += gridDim.x) {
-            write_trailers(p, handle, writer, parcel, epoch);
-            __threadfence_block();  // the herald's fence is for all
-            __syncwarp();
-            if (lane_id() == 0) atomicAdd(&smem.trailers_written, 1u);
-        }
+__device__ __forceinline__ void play(int role, const DispatchParams& p,
+                                     const layout::HandleView& handle, const Slots& slots,
+                                     Smem& smem, uint64_t epoch) {
+    if (role >= kFirstWriter) {
+        if (publishes(p)) write_parcels(p, handle, smem, role - kFirstWriter, epoch);
+    } else if (role == kHerald) {
+        if (publishes(p)) announce_parcels(p, smem, epoch);
     }
-    if (!p.pulls || !handle.header[layout::HandleLayout::kMayHavePadding]) return;
-    const Stopwatch zeroing(p.context.trace);
-    zero_padding(p, handle, writer);
-    if (writer == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
+    if (!p.pulls || role == kHerald || role >= kFirstWriter) return;
+
+    const Stopwatch pulling(p.context.trace);
+    if (role == kWalker) {
+        Walker(p, handle, smem, epoch).run();
+    } else if (role == kLoader) {
+        if (lane_id() == 0) load_slices(slots, smem);
+    } else if (role == kStorer) {
+        store_slices(p, slots, smem);
+        if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
+    } else {
+        zero_padding(p, handle, role - kFirstSweeper, epoch);
+    }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ DispatchParams p) {
@@ -527,28 +422,18 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     const Slots slots(dynamic_smem, p.ring);
     const Watch& watch = p.context.watch;
     if (threadIdx.x == 0) {
+        smem.jobs.init(kJobs, 1);
         smem.slots.init(slots.size(), 1);
-        smem.copies.handover.init(CopyBatches::kSize, 1);
-        smem.parcels_stored = smem.trailers_written = 0;
+        smem.progress = 0.f;
+        smem.walker_waits = false;
         smem.failed = has_fault(watch.state);
     }
+    if (threadIdx.x < kWriters) smem.parcels_written[threadIdx.x] = 0;
     __syncthreads();
     if (smem.failed) return;
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
     const layout::HandleView handle(p.words, p.context.handle);
-
-    const int role = warp_id();
-    if (role == kLoader) {
-        Loader(p, handle, slots, smem, epoch).run(p.context.trace);
-    } else if (role == kStorer) {
-        Storer(p, slots, smem).run();
-    } else if (role == kWalker) {
-        if (p.pulls) walk_copies(p, handle, smem, epoch);
-    } else if (role == kHerald) {
-        if (publishes(p)) announce_parcels(p, smem, epoch);
-    } else {
-        write(p, handle, smem, role - kFirstWriter, epoch);
-    }
+    play(warp_id(), p, handle, slots, smem, epoch);
     __syncthreads();
     if (p.pulls && !smem.failed && is_last_block(watch.state) && threadIdx.x == 0) {
         close_call(watch.state, Phase::kDispatch, epoch);

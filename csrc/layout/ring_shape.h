@@ -7,25 +7,25 @@
 namespace hybrid_ep::layout {
 
 constexpr int kBlockSmemBytes = 227 * 1024;  // Hopper and Blackwell
-constexpr int kStaticSmemBytes = 14 * 1024;  // at most, of any kernel with a ring
-constexpr int kSlotHeaderBytes = 160;        // of any role: what to do with what has landed
+constexpr int kStaticSmemBytes = 11 * 1024;  // at most, of any kernel with a ring
 constexpr int kSlotAlign = 128;
 constexpr int kMostSlots = 16;  // of a ring; more would not be faster
 
 // Slots side by side, each at a whole 128 bytes: bulk copies to and from other addresses of shared
-// memory take up to twice as long. Their headers follow.
+// memory take up to twice as long. Behind them a header for each, of those who want one: what to do
+// with what has landed.
 struct RingShape {
-    int num_slots, slot_bytes;
+    int num_slots, slot_bytes, header_bytes;
 
     HYBRID_EP_HD int slots_bytes() const { return num_slots * slot_bytes; }
-    HYBRID_EP_HD int bytes() const { return slots_bytes() + num_slots * kSlotHeaderBytes; }
+    HYBRID_EP_HD int bytes() const { return slots_bytes() + num_slots * header_bytes; }
 };
 
 // As many slots as fit where `rings` share a block.
-HYBRID_EP_HD RingShape ring_of(int slot_bytes, int rings) {
-    RingShape shape{0, round_up(slot_bytes, kSlotAlign)};
+HYBRID_EP_HD RingShape ring_of(int slot_bytes, int header_bytes, int rings) {
+    RingShape shape{0, round_up(slot_bytes, kSlotAlign), header_bytes};
     const int room = (kBlockSmemBytes - kStaticSmemBytes) / rings - kSlotAlign;
-    shape.num_slots = min_of(room / (shape.slot_bytes + kSlotHeaderBytes), kMostSlots);
+    shape.num_slots = min_of(room / (shape.slot_bytes + header_bytes), kMostSlots);
     return shape;
 }
 
@@ -36,16 +36,17 @@ HYBRID_EP_HD int dynamic_smem_bytes(const RingShape& shape, int rings) {
 
 // Moving: a slot holds a slice of a row, usually all of it, with its trailer.
 HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& record) {
-    return ring_of(slices.slice_bytes + record.trailer_bytes(), 1);
+    return ring_of(slices.slice_bytes + record.trailer_bytes(), 0, 1);
 }
 
 // Summing: a slot holds a slice of one row of a sum. Two rings a block: while the threads of one
 // wait for a row, those of the other add.
 constexpr int kSumRings = 2;
-constexpr int kMostSumBytes = 16384;  // of a slice: what the adders of a ring hold in registers
+constexpr int kSumHeaderBytes = 24;
+constexpr int kMostSumBytes = 14336;  // of a slice: what the adders of a ring hold in registers
 
 HYBRID_EP_HD RingShape sum_ring(const SliceLayout& slices) {
-    return ring_of(slices.slice_bytes, kSumRings);
+    return ring_of(slices.slice_bytes, kSumHeaderBytes, kSumRings);
 }
 
 }  // namespace hybrid_ep::layout
