@@ -25,9 +25,15 @@ from hybrid_ep.trace import SPANS, Event
 
 WARM_UP, CALLS = 2, 10
 PATIENCE_S = 8
-SHOWN = ("network_channels", "num_sms_dispatch", "num_sms_combine")
-# channels, SMs of dispatch and of combine
-SETTINGS = ((8, 32, 32), (24, 56, 64), (48, 96, 96))
+SHOWN = (
+    "network_channels",
+    "network_chunk_tokens",
+    "network_window_chunks",
+    "num_sms_dispatch",
+    "num_sms_combine",
+)
+# channels, tokens of a chunk, chunks of a channel under way, SMs of dispatch and of combine
+SETTINGS = ((8, 32, 2, 32, 32), (8, 8, 4, 32, 32), (16, 8, 4, 48, 48), (32, 8, 4, 80, 80))
 
 
 def median_us(call, buffer: hybrid_ep.Buffer) -> float:
@@ -142,11 +148,13 @@ def main() -> int:
             replace(
                 common,
                 network_channels=channels,
+                network_chunk_tokens=chunk,
+                network_window_chunks=window,
                 num_sms_dispatch=dispatch,
                 num_sms_combine=combine,
             ),
         )
-        for channels, dispatch, combine in SETTINGS
+        for channels, chunk, window, dispatch, combine in SETTINGS
     ]
     if shape.trace is not None:
         runs.append(("nvshmem", replace(runs[-1][1], trace=True)))

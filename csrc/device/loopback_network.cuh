@@ -3,7 +3,7 @@
 #pragma once
 
 #include "device/ptx.cuh"
-#include "device/warp.cuh"
+#include "device/warp_copy.cuh"
 #include "kernels/internode.h"
 
 namespace hybrid_ep::device {
@@ -13,17 +13,13 @@ class LoopbackNetwork {
     __device__ explicit LoopbackNetwork(const kernels::NodeContext& context) : context_(context) {}
 
     __device__ void put_block(void* to, const void* from, size_t bytes, int rank) const {
-        copy(to, from, bytes, rank, threadIdx.x, blockDim.x);
+        if (warp_id() == 0) copy_warp(theirs(to, rank), from, bytes);
         __syncthreads();
     }
-    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank) const {
-        copy(to, from, bytes, rank, lane_id(), kWarp);
-        __syncwarp();
-    }
-    __device__ void put_and_signal(void* to, const void* from, size_t bytes, uint64_t* flag,
-                                   uint64_t value, int rank) const {
-        put_warp(to, from, bytes, rank);
-        if (lane_id() == 0) signal(flag, value, rank);
+    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank, uint64_t* flag,
+                             uint64_t value) const {
+        copy_warp(theirs(to, rank), from, bytes);
+        if (flag != nullptr && lane_id() == 0) signal(flag, value, rank);
         __syncwarp();
     }
     __device__ void fence() const { __threadfence_system(); }
@@ -36,12 +32,6 @@ class LoopbackNetwork {
     __device__ void* theirs(void* place, int rank) const {
         return context_.rails.base[rank / context_.relay.ranks_per_node] +
                (static_cast<char*>(place) - context_.mine());
-    }
-    __device__ void copy(void* to, const void* from, size_t bytes, int rank, int thread,
-                         int num_threads) const {
-        auto* target = static_cast<uint4*>(theirs(to, rank));
-        auto* source = static_cast<const uint4*>(from);
-        for (size_t i = thread; i < bytes / 16; i += num_threads) target[i] = source[i];
     }
 
     const kernels::NodeContext& context_;

@@ -1,5 +1,5 @@
 // The network between rail peers as NVSHMEM has it: through IBGDA queue pairs, through a proxy
-// thread, or by plain stores where the peer's memory is mapped. Only its public device API is used.
+// thread, or where the peer's memory is mapped by stores. Only its public device API is used.
 //
 // The verbs are those that the kernels of several nodes (kernels/internode_*.cuh) ask of a type
 // Network. A place in a peer's memory is named by the same place in mine, a peer by its rank.
@@ -8,6 +8,7 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
+#include "device/warp_copy.cuh"
 #include "kernels/internode.h"
 
 namespace hybrid_ep::device {
@@ -21,13 +22,22 @@ class NvshmemNetwork {
     __device__ void put_block(void* to, const void* from, size_t bytes, int rank) const {
         nvshmemx_putmem_nbi_block(to, from, bytes, rank);
     }
-    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank) const {
-        nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
-    }
-    // The warp: then sets a flag at the peer, behind these bytes but not behind earlier puts.
-    __device__ void put_and_signal(void* to, const void* from, size_t bytes, uint64_t* flag,
-                                   uint64_t value, int rank) const {
-        nvshmemx_putmem_signal_nbi_warp(to, from, bytes, flag, value, NVSHMEM_SIGNAL_SET, rank);
+    // Then, where `flag` is not null, sets it at the peer: behind these bytes, but not behind those
+    // of earlier puts.
+    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank, uint64_t* flag,
+                             uint64_t value) const {
+        if (void* mapped = nvshmem_ptr(to, rank)) {
+            copy_warp(mapped, from, bytes);  // NVSHMEM's own has one load a lane under way
+            if (flag != nullptr && lane_id() == 0) {
+                __threadfence_system();
+                signal(flag, value, rank);
+            }
+            __syncwarp();
+        } else if (flag == nullptr) {
+            nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
+        } else {
+            nvshmemx_putmem_signal_nbi_warp(to, from, bytes, flag, value, NVSHMEM_SIGNAL_SET, rank);
+        }
     }
     // One thread: what its block or warp has put before arrives before what comes after. Over IBGDA
     // it waits until the queues are empty.

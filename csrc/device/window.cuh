@@ -134,15 +134,12 @@ __device__ void put_rows(const Network& network, uint32_t wanted, char* to, cons
         wanted &= run + begin == kWarp ? (1u << begin) - 1 : ~(((1u << run) - 1) << begin);
         const int64_t offset = int64_t(begin) * stride,
                       bytes = int64_t(run - 1) * stride + row_bytes;
-        if (wanted != 0) {
-            network.put_warp(to + offset, from + offset, bytes, rank);
-            continue;
-        }
-        if (!first) {
+        const bool last = wanted == 0;
+        if (last && !first) {
             if (lane_id() == 0) network.fence();
             __syncwarp();
         }
-        network.put_and_signal(to + offset, from + offset, bytes, flag, value, rank);
+        network.put_warp(to + offset, from + offset, bytes, rank, last ? flag : nullptr, value);
     }
 }
 
