@@ -55,8 +55,8 @@ class Config:
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
     network_channels: int = 8
-    network_chunk_tokens: int = MAX_CHUNK_TOKENS
-    network_window_chunks: int = 2
+    network_chunk_tokens: int = 8
+    network_window_chunks: int = 4
     slice_bytes: int = MAX_SLICE_BYTES
     timeout_s: float = 60.0
     trace: bool = False

@@ -389,7 +389,7 @@ def test_Megatron_LM_3999_one_node_has_no_queues() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 131074 .*chunk_tokens=65536"),
+        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 262148 .*chunk_tokens=65536"),
         ({"chunk_tokens": 128, "window_chunks": 255}, r"got 32895 \(window_chunks=255"),
         ({"channels": 0}, r"channels must be an integer of at least 1, got 0"),
         ({"window_chunks": 1.5}, r"window_chunks must be .* got 1.5"),
@@ -405,11 +405,11 @@ def test_Megatron_LM_3999_too_deep_a_queue_is_refused(changes: dict, says: str) 
 def test_Megatron_LM_3999_the_command_states_the_depth(capsys: pytest.CaptureFixture) -> None:
     assert run_command("--tokens", "65536") == 0
     text = capsys.readouterr().out
-    assert re.search(r"queue depth +128 +for 66 entries; the tokens of a call do not matter", text)
+    assert re.search(r"queue depth +128 +for 36 entries; the tokens of a call do not matter", text)
     assert re.search(r"queue pairs +8 +8 to each rail peer", text)
     with pytest.raises(ValueError, match="deepest queue"):
         run_command("--tokens", "65536", "--chunk", "65536")
-    assert run_command("--tokens", "65536", "--json", "--window", "8") == 0
+    assert run_command("--tokens", "65536", "--json", "--window", "32") == 0
     assert json.loads(capsys.readouterr().out)["window"]["queue_depth"] == 512
 
 
@@ -573,7 +573,7 @@ def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture
         for dtype in ("bf16", "fp8")
         for routing, nodes in [*(("uniform", n) for n in "248"), ("at most 4 nodes", "8")]
     ]
-    assert "chunks of 32 tokens, 16 credits" in text
+    assert "chunks of 8 tokens, 32 credits" in text
     assert "this is a model that awaits" in text
 
 
