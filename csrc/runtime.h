@@ -47,7 +47,8 @@ class Runtime {
                    int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
                    uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
 
-    // The two halves of a dispatch, and both in one launch. `pull` goes with the `publish` before.
+    // A dispatch, in one launch or in two: `publish` begins it, `pull` goes with the `publish`
+    // before.
     void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
                  int num_tokens, uintptr_t words, uintptr_t stream);

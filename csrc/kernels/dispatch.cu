@@ -231,11 +231,7 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, Smem& 
 
 // A rank by itself has nobody to publish for, but its trailers take the way of all.
 __device__ __forceinline__ bool publishes(const DispatchParams& p) {
-    return p.publishes && (p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0);
-}
-
-__device__ __forceinline__ int num_parcels(const DispatchParams& p) {
-    return layout::ceil_div(p.num_tokens, kParcelTokens);
+    return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
 }
 
 // The whole warp.
@@ -322,8 +318,9 @@ __device__ void keep_pace(const DispatchParams& p, const Smem& smem, int num_wri
     if (!p.pulls) return;
     const auto* progress = static_cast<const volatile float*>(&smem.progress);
     const auto* waits = static_cast<const volatile bool*>(&smem.walker_waits);
-    const float tokens = float(num_parcels(p)) / gridDim.x * kParcelTokens;
-    while (num_written * kParcelTokens > *progress * tokens + kLeadTokens && !*waits) {
+    const float all = float(p.first_parcel) / gridDim.x + num_written;
+    const float due = float(layout::ceil_div(p.num_tokens, kParcelTokens)) / gridDim.x;
+    while ((all - *progress * due) * kParcelTokens > kLeadTokens && !*waits) {
         __nanosleep(100);
     }
 }
@@ -332,7 +329,7 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
                               int writer, uint64_t epoch) {
     const Stopwatch writing(p.context.trace);
     int num_written = 0;
-    for (int parcel = blockIdx.x; parcel < num_parcels(p); parcel += gridDim.x) {
+    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
         keep_pace(p, smem, num_written);
         write_rows(p, handle, writer, parcel, epoch);
         write_trailers(p, handle, writer, parcel, epoch);
@@ -350,9 +347,9 @@ __device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint
     const auto& b = p.context.buffer;
     const auto* written = static_cast<const volatile uint32_t*>(smem.parcels_written);
     const uint64_t value = flag_value(epoch, p.record.signature());
-    auto parcel = [&](int i) { return int(blockIdx.x) + i * int(gridDim.x); };
+    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
     int announced = 0;
-    while (parcel(announced) < num_parcels(p)) {
+    while (parcel(announced) < p.end_parcel) {
         const int ready = int(__reduce_min_sync(kAllLanes, written[lane_id() % kWriters]));
         if (ready == announced) continue;
         ptx::fence_system();
@@ -393,6 +390,15 @@ __device__ void zero_padding(const DispatchParams& p, const layout::HandleView& 
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
+// A role of pulling, for a call whose routing failed: there are no rows to look at.
+__device__ void give_up(int role, Smem& smem) {
+    if (role != kWalker || lane_id() != 0) return;
+    smem.failed = true;
+    smem.job[0].num_rows = Job::kEnd;
+    smem.jobs.filled(Turn{});
+    volatile_store(smem.progress, 1.f);
+}
+
 __device__ __forceinline__ void play(int role, const DispatchParams& p,
                                      const layout::HandleView& handle, const Slots& slots,
                                      Smem& smem, uint64_t epoch) {
@@ -403,6 +409,9 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
     }
     if (!p.pulls || role == kHerald || role >= kFirstWriter) return;
 
+    // publishing needs what publish_routing wrote, pulling what assign_rows did
+    ptx::await_kernel_before();
+    if (has_fault(p.context.watch.state)) return give_up(role, smem);
     const Stopwatch pulling(p.context.trace);
     if (role == kWalker) {
         Walker(p, handle, smem, epoch).run();
@@ -443,7 +452,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
 }  // namespace
 
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
-    launch(dispatch, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1), stream);
+    const auto launch_it =
+        p.behind_routing ? launch_behind_ours<DispatchParams> : launch<DispatchParams>;
+    launch_it(dispatch, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1), stream);
 }
 
 }  // namespace hybrid_ep::kernels
