@@ -3,12 +3,11 @@
 //
 //   publish   x[t], scales, weights --> outbox record [row | scales | weights], parcel by parcel;
 //             a flag in every peer announces the parcel
-//   pull      outbox record of the source --TMA load over NVLink--> slot --TMA stores-->
-//   rows[row_i]
-//                                                  weights[row_i], scales[row_i] <--'
+//   pull      outbox record of the source --TMA load over NVLink--> slot
+//             slot --TMA stores--> rows[row_i], weights[row_i], scales[row_i]
 //
 // Publishing and pulling are done by different warps of each block and do not wait for each other,
-// so no two ranks ever do. Only tokens that go to a peer are published: my own copies come from x.
+// so no two ranks ever do. Only tokens that go to a peer are published, others come from x.
 // Publishing keeps just ahead of pulling, all through the call: it must not take the SM's stores
 // away from pulling while NVLink waits. The two may also be two launches, with the host's wait for
 // the number of rows between them.
@@ -44,7 +43,7 @@ struct Job {
     static constexpr int kEnd = -1;
 
     const char* from;
-    const char* trailer;  // where it is if not behind the slice; of my own copies
+    const char* trailer;  // where it is if not behind the slice
     int offset, bytes;    // of the slice in its row
     int trailer_bytes;    // the last slice brings the trailer
     int num_rows;         // kEnd: there is no more
@@ -62,6 +61,11 @@ struct Smem {
     bool failed;                         // a peer did not come: the call stays open
 };
 
+// A rank by itself has nobody to publish for, but its trailers take the way of all.
+__device__ __forceinline__ bool publishes(const DispatchParams& p) {
+    return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
+}
+
 // ---- pull
 
 // Takes the next copies, a lane each, waits until they are announced, and lists their slices.
@@ -70,6 +74,7 @@ class Walker {
     __device__ Walker(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
                       uint64_t epoch)
         : p_(p),
+          handle_(handle),
           smem_(smem),
           epoch_(epoch),
           walk_(handle, p.context.buffer.num_ranks, p.context.rank,
@@ -104,8 +109,7 @@ class Walker {
         const Stopwatch waiting(p_.context.trace);
         if (lane_id() == 0) volatile_store(smem_.walker_waits, true);
         bool good = true;
-        // my own row comes from x, but its trailer from my outbox
-        if (has_copy && (mine.source != p_.context.rank || p_.record.trailer_bytes() > 0)) {
+        if (has_copy && publishes(p_)) {
             const int parcel = mine.copy.token / kParcelTokens;
             auto* flag =
                 reinterpret_cast<const uint64_t*>(p_.context.peers.base[p_.context.rank] +
@@ -127,12 +131,14 @@ class Walker {
     __device__ void list(const CopyWalk::Taken& mine, int slice, int at) {
         const layout::Copy& copy = mine.copy;
         const int offset = slice * p_.slices.slice_bytes;
-        const bool is_own = mine.source == p_.context.rank;
+        // my own token that goes to nobody else is not in the outbox, but its trailer is
+        const bool from_x = mine.source == p_.context.rank &&
+                            !(__ldg(&handle_.home_copies[copy.token]) & handle_.kTravels);
         const char* record =
             p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
         Job& job = begin_job(at);
-        job.from = (is_own ? p_.x + copy.token * p_.x_stride : record) + offset;
-        job.trailer = is_own ? record + p_.record.row_bytes : nullptr;
+        job.from = (from_x ? p_.x + copy.token * p_.x_stride : record) + offset;
+        job.trailer = from_x ? record + p_.record.row_bytes : nullptr;
         job.offset = offset;
         job.bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
         job.trailer_bytes = slice + 1 == p_.slices.num_slices ? p_.record.trailer_bytes() : 0;
@@ -150,6 +156,7 @@ class Walker {
     }
 
     const DispatchParams& p_;
+    const layout::HandleView& handle_;
     Smem& smem_;
     uint64_t epoch_;
     CopyWalk walk_;
@@ -176,26 +183,34 @@ __device__ void load_slices(const Slots& slots, Smem& smem) {
     }
 }
 
-// The weights and the scales of a copy, to its rows: a lane per row.
+// A copy's scales to all its rows, `Unit` by unit. Ordinary stores: so few bytes are not worth a
+// bulk copy each.
+template <typename Unit>
+__device__ __forceinline__ void spread_scales(const DispatchParams& p, const Job& job,
+                                              const char* trailer) {
+    const int count = p.record.scale_bytes / int(sizeof(Unit));
+    for (int at = lane_id(); at < count; at += kWarp) {
+        const Unit unit = reinterpret_cast<const Unit*>(trailer)[at];
+        for (int i = 0; i < job.num_rows; ++i) {
+            char* to = p.row_scales + int64_t(job.row[i]) * p.record.scale_bytes;
+            reinterpret_cast<Unit*>(to)[at] = unit;
+        }
+    }
+}
+
 __device__ void spread_trailer(const DispatchParams& p, const Job& job, const char* trailer) {
-    const int lane = lane_id(), scale_bytes = p.record.scale_bytes;
-    const bool has_row = lane < job.num_rows;
-    if (p.record.weight_bytes > 0 && has_row) {
+    if (p.record.weight_bytes > 0 && lane_id() < job.num_rows) {
         auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
                                                        p.record.scales_offset());
-        p.row_weights[job.row[lane]] = weights[job.first_place + lane];
+        p.row_weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
     }
-    if (scale_bytes == 0) return;
-    if (scale_bytes % layout::kBulkAlign == 0) {
-        if (has_row) {
-            ptx::bulk_store(p.row_scales + int64_t(job.row[lane]) * scale_bytes, trailer,
-                            scale_bytes);
-        }
-        return;
-    }
-    for (int i = 0; i < job.num_rows; ++i) {
-        char* to = p.row_scales + int64_t(job.row[i]) * scale_bytes;
-        for (int b = lane; b < scale_bytes; b += kWarp) to[b] = trailer[b];
+    const int scale_bytes = p.record.scale_bytes;
+    if (scale_bytes % int(sizeof(uint4)) == 0) {
+        spread_scales<uint4>(p, job, trailer);
+    } else if (scale_bytes % int(sizeof(int)) == 0) {
+        spread_scales<int>(p, job, trailer);
+    } else {
+        spread_scales<char>(p, job, trailer);
     }
 }
 
@@ -228,11 +243,6 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, Smem& 
 }
 
 // ---- publish
-
-// A rank by itself has nobody to publish for, but its trailers take the way of all.
-__device__ __forceinline__ bool publishes(const DispatchParams& p) {
-    return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
-}
 
 // The whole warp.
 __device__ void copy_row(char* to, const char* from, int bytes) {
