@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hybrid_ep import rules
 from hybrid_ep.backends import Route
-from hybrid_ep.buffer import find_buffer
+from hybrid_ep.buffer import Buffer, find_buffer
 
 try:
     from torch._C import (
@@ -67,6 +67,26 @@ def dispatch(
     else:
         way = _dispatch_now
     return way(x, weights, scales, layout, num_tokens, num_rows, buffer_id)
+
+
+def dispatch_fresh(
+    buffer: Buffer,
+    topk_idx: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    max_rows: int | None,
+    align: int,
+) -> tuple[Route, tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Route and dispatch; in one call of the backend, where that serves all who are concerned."""
+    if max_rows is None or _needs_grad(x, weights) or _watched(topk_idx, x, weights, scales):
+        made = route(topk_idx, max_rows, align, buffer.id)
+        num_tokens = topk_idx.shape[0]
+        return made, dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
+    rules.check_experts(buffer, topk_idx)
+    return buffer.verbs.dispatch_fresh(
+        topk_idx, x, weights, scales, max_rows=max_rows, align=align
+    )
 
 
 def combine(
