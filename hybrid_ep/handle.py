@@ -30,14 +30,10 @@ class Handle:
     layout: Tensor
     counts: Tensor
     offsets: Tensor
-    one_required_rows: Tensor
+    required_rows: Tensor
     num_tokens: int
     num_rows: int
     max_rows: int | None
-
-    @property
-    def required_rows(self) -> Tensor:
-        return self.one_required_rows.view(())
 
     @property
     def overflow(self) -> Tensor:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from hybrid_ep import rules
 from hybrid_ep.backends import Route
@@ -77,7 +78,7 @@ def dispatch_fresh(
     scales: Tensor | None,
     max_rows: int | None,
     align: int,
-) -> tuple[Route, tuple[Tensor, Tensor | None, Tensor | None]]:
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
     """Route and dispatch; in one call of the backend, where that serves all who are concerned."""
     if max_rows is None or _needs_grad(x, weights) or _watched(topk_idx, x, weights, scales):
         made = route(topk_idx, max_rows, align, buffer.id)
@@ -110,7 +111,7 @@ def combine(
 def _watched(*tensors: Tensor | None) -> bool:
     """Whether anybody wants to see ops; the compiler takes this for the constant True."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
         or _get_tracing_state() is not None

@@ -8,10 +8,7 @@ from torch import Tensor
 
 
 class Route(NamedTuple):
-    """Who sends what into which row; the fields are those of ``Handle``.
-
-    ``required_rows`` may have the shape ``[1]``.
-    """
+    """Who sends what into which row; the fields are those of ``Handle``."""
 
     layout: Tensor
     counts: Tensor
@@ -58,8 +55,8 @@ class Backend(Protocol):
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[Route, tuple[Tensor, Tensor | None, Tensor | None]]:
-        """What route and dispatch return; the tensors of the Route may share memory."""
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
+        """What route and dispatch return; counts, offsets and required_rows may share memory."""
         ...
 
     def combine(

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.backends import Route
+from hybrid_ep.backends.empty import empty_on, part
 from hybrid_ep.errors import PeerError
 from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond_nvlink
 from hybrid_ep.trace import Event
@@ -38,6 +39,7 @@ _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/bu
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 _MAIL_LIFETIME = 128  # tickets; half the slots of csrc/runtime.h
+_DENSE = (1,)  # stride of a vector
 _EMPTY = 16  # the address of an empty tensor that is there: 0 means none
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
@@ -87,8 +89,7 @@ class NvlinkBackend:
         self._rank = topology.rank
         self._num_experts = buffer.num_experts
         self._num_local_experts = buffer.num_local_experts
-        self._sizes = (experts := buffer.num_local_experts), experts + 1, 1
-        self._num_sizes = sum(self._sizes)
+        self._allocator = empty_on(buffer.device)
         self._topk = buffer.topk
         self._device = buffer.device
         self._timeout_s = config.timeout_s
@@ -188,9 +189,10 @@ class NvlinkBackend:
             raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
-        layout = topk_idx.new_empty(self.layout_size, dtype=torch.int32)
-        words = layout.new_empty
-        made = Route(layout, words(experts), words(experts + 1), words(()))
+        empty = self._allocator()
+        shapes = (self.layout_size,), (experts,), (experts + 1,)
+        words = (empty(shape, _DENSE, torch.int32) for shape in shapes)
+        made = Route(*words, empty((), (), torch.int32))
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
@@ -203,7 +205,7 @@ class NvlinkBackend:
             stream,
         )
         if exact:
-            self._tickets[layout.data_ptr()] = self._last_ticket = ticket
+            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
         return made
 
     def dispatch(
@@ -226,19 +228,20 @@ class NvlinkBackend:
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[Route, tuple[Tensor, Tensor | None, Tensor | None]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
         stream = self._begin()
         stride, step = topk_idx.stride()
         if step != 1:
             topk_idx = topk_idx.contiguous()
             stride = topk_idx.shape[1]
-        layout = topk_idx.new_empty(self.layout_size, dtype=torch.int32)
-        # one allocation; with a view's bookkeeping, which no gradient needs, it would cost a third
-        # more
-        sizes = layout.new_empty(self._num_sizes)
-        made = Route(layout, *sizes.unsafe_split_with_sizes(self._sizes))
-        routing = topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr()
-        return made, self._move(x, weights, scales, layout, max_rows, stream, routing)
+        empty, experts = self._allocator(), self._num_local_experts
+        layout = empty((self.layout_size,), _DENSE, torch.int32)
+        sizes = empty((2 * experts + 2,), _DENSE, torch.int32)
+        routing = (topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr())
+        moved = self._move(x, weights, scales, layout, max_rows, stream, routing)
+        counts = part(sizes, (experts,), _DENSE, 0)
+        offsets = part(sizes, (experts + 1,), _DENSE, experts)
+        return (layout, counts, offsets, part(sizes, (), (), 2 * experts + 1)), moved
 
     def _move(
         self,
@@ -281,9 +284,12 @@ class NvlinkBackend:
         if waits:
             self._runtime.publish(*sent, stream)
             num_rows = self._required_rows(layout, stream)
-        rows = x.new_empty(num_rows, hidden)
-        row_weights = None if weights is None else weights.new_empty(num_rows)
-        row_scales = None if scales is None else scales.new_empty(num_rows, num_scales)
+        empty, row_weights, row_scales = self._allocator(), None, None
+        rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
+        if weights is not None:
+            row_weights = empty((num_rows,), _DENSE, torch.float32)
+        if scales is not None:
+            row_scales = empty((num_rows, num_scales), (num_scales, 1), scales.dtype)
         received = (rows.data_ptr(), _address(row_weights), _address(row_scales), num_rows)
         if waits:
             self._runtime.pull(*received, stream)
@@ -306,8 +312,11 @@ class NvlinkBackend:
         rows, address, row_bytes = _aligned(rows.contiguous())
         weights = None if weights is None else weights.contiguous()
         values = None if values is None else values.contiguous()
-        y = rows.new_empty(num_tokens, rows.shape[1])
-        home_values = None if values is None else values.new_empty(num_tokens, self._topk)
+        empty, hidden = self._allocator(), rows.shape[1]
+        y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
+        home_values = None
+        if values is not None:
+            home_values = empty((num_tokens, self._topk), (self._topk, 1), torch.float32)
         self._runtime.combine(
             address,
             _SUM_TYPES[rows.dtype],

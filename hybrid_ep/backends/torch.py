@@ -256,7 +256,7 @@ class TorchBackend:
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[Route, tuple[Tensor, Tensor | None, Tensor | None]]:
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
         route = self.route(topk_idx, max_rows=max_rows, align=align)
         return route, self.dispatch(x, weights, scales, route.layout, num_rows=max_rows)
 
