@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, float64
 
 from hybrid_ep.handle import Handle
 from hybrid_ep.limits import ROW_ALIGN, round_up
@@ -82,7 +82,7 @@ def check_dispatch(
             f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
         )
     if weights is not None:
-        _check_weights(buffer, "topk_weights", weights, [num_tokens, buffer.topk], x.dtype)
+        _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
 
 
 def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
@@ -101,7 +101,7 @@ def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
             f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
         )
     if weights is not None:
-        _check_weights(buffer, "weights", weights, [rows.shape[0]], rows.dtype)
+        _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
 
 
 def check_handle(buffer: Buffer, handle: Handle) -> None:
@@ -119,12 +119,12 @@ def _check_device(buffer: Buffer, name: str, tensor: Tensor) -> None:
 
 
 def _check_weights(
-    buffer: Buffer, name: str, weights: Tensor, shape: list[int], payload: torch.dtype
+    buffer: Buffer, name: str, weights: Tensor, shape: tuple[int, ...], payload: torch.dtype
 ) -> None:
     _check_device(buffer, name, weights)
-    if list(weights.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {list(weights.shape)}")
-    dtype = torch.float64 if payload == torch.float64 else torch.float32
+    if tuple(weights.shape) != shape:  # the compiler does not compare a Size with a tuple
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(weights.shape)}")
+    dtype = float64 if payload == float64 else float32
     if weights.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {weights.dtype}")
 

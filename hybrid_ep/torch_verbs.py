@@ -19,7 +19,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
 from hybrid_ep import rules
@@ -121,7 +121,7 @@ def _watched(*tensors: Tensor | None) -> bool:
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True

@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class Route(NamedTuple):
-    """Who sends what into which row; the fields are those of ``Handle``."""
+    """Who sends what into which row; the fields are those of ``Handle``.
+
+    The last word of ``required_rows`` counts: without an op it may be a tensor that holds others.
+    """
 
     layout: Tensor
     counts: Tensor

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.backends import Route
-from hybrid_ep.backends.empty import empty_on, part
+from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.errors import PeerError
 from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond_nvlink
 from hybrid_ep.trace import Event
@@ -217,7 +217,8 @@ class NvlinkBackend:
         *,
         num_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        return self._move(x, weights, scales, layout, num_rows, self._begin())
+        stream = self._begin()
+        return self._move(x, weights, scales, layout, num_rows, stream, self._allocator())
 
     def dispatch_fresh(
         self,
@@ -234,14 +235,15 @@ class NvlinkBackend:
         if step != 1:
             topk_idx = topk_idx.contiguous()
             stride = topk_idx.shape[1]
-        empty, experts = self._allocator(), self._num_local_experts
+        experts = self._num_local_experts
+        empty = self._allocator()
         layout = empty((self.layout_size,), _DENSE, torch.int32)
         sizes = empty((2 * experts + 2,), _DENSE, torch.int32)
         routing = (topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr())
-        moved = self._move(x, weights, scales, layout, max_rows, stream, routing)
+        moved = self._move(x, weights, scales, layout, max_rows, stream, empty, routing)
         counts = part(sizes, (experts,), _DENSE, 0)
         offsets = part(sizes, (experts + 1,), _DENSE, experts)
-        return (layout, counts, offsets, part(sizes, (), (), 2 * experts + 1)), moved
+        return (layout, counts, offsets, sizes), moved
 
     def _move(
         self,
@@ -251,6 +253,7 @@ class NvlinkBackend:
         layout: Tensor,
         num_rows: int | None,
         stream: int,
+        empty: Empty,
         routing: tuple[int, ...] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A dispatch; with ``routing`` the layout is made first, in the same call."""
@@ -284,13 +287,16 @@ class NvlinkBackend:
         if waits:
             self._runtime.publish(*sent, stream)
             num_rows = self._required_rows(layout, stream)
-        empty, row_weights, row_scales = self._allocator(), None, None
+        row_weights = row_scales = None
+        row_weights_at = row_scales_at = 0
         rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
         if weights is not None:
             row_weights = empty((num_rows,), _DENSE, torch.float32)
+            row_weights_at = row_weights.data_ptr() or _EMPTY
         if scales is not None:
             row_scales = empty((num_rows, num_scales), (num_scales, 1), scales.dtype)
-        received = (rows.data_ptr(), _address(row_weights), _address(row_scales), num_rows)
+            row_scales_at = row_scales.data_ptr() or _EMPTY
+        received = (rows.data_ptr(), row_weights_at, row_scales_at, num_rows)
         if waits:
             self._runtime.pull(*received, stream)
         elif routing is None:
