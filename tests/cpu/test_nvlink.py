@@ -122,7 +122,7 @@ def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
     assert quiet.asked() == ["route", "publish", "required_rows", "pull"]
     assert out.rows.shape[0] == 24
     quiet.dispatch(max_rows=32)
-    assert quiet.asked() == ["route", "dispatch"]
+    assert quiet.asked() == ["dispatch_fresh"]
     quiet.dispatch(handle=out.handle)
     assert quiet.asked() == ["dispatch"]
     hybrid_ep.combine(quiet.buffer, out.rows, out.handle)

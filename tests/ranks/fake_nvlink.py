@@ -81,6 +81,9 @@ class Fake:
     def dispatch(self, *arguments: int) -> None:
         self.note("dispatch")
 
+    def dispatch_fresh(self, *arguments: int) -> None:
+        self.note("dispatch_fresh")
+
     def combine(self, *arguments: int) -> None:
         self.note("combine")
 
