@@ -203,10 +203,14 @@ void Runtime::dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stri
                              uintptr_t row_scales, int64_t num_rows, uintptr_t stream) {
     const uintptr_t offsets = sizes + sizeof(int32_t) * buffer_.num_local_experts;
     const uintptr_t required_rows = offsets + sizeof(int32_t) * (buffer_.num_local_experts + 1);
+    DeviceGuard guard(config_.device);
     route(topk_idx, idx_bytes, idx_stride, num_tokens, align, num_rows, false, words, sizes,
           offsets, required_rows, stream);
-    dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride, scale_bytes,
-             num_tokens, words, rows, row_weights, row_scales, num_rows, stream);
+    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
+                   scale_bytes, num_tokens, words);
+    end_dispatch(rows, row_weights, row_scales, num_rows);
+    dispatch_.behind_routing = true;
+    kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
 void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
