@@ -66,6 +66,11 @@ __device__ __forceinline__ bool publishes(const DispatchParams& p) {
     return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
 }
 
+__device__ uint64_t* flag_in(const DispatchParams& p, int owner, int source, int channel) {
+    return reinterpret_cast<uint64_t*>(p.context.peers.base[owner] +
+                                       p.context.buffer.flag(Phase::kDispatch, source, channel));
+}
+
 // ---- pull
 
 // Takes the next copies, a lane each, waits until they are announced, and lists their slices.
@@ -105,15 +110,12 @@ class Walker {
 
   private:
     __device__ bool await_announced(bool has_copy, const CopyWalk::Taken& mine) {
-        const auto& b = p_.context.buffer;
         const Stopwatch waiting(p_.context.trace);
         if (lane_id() == 0) volatile_store(smem_.walker_waits, true);
         bool good = true;
         if (has_copy && publishes(p_)) {
             const int parcel = mine.copy.token / kParcelTokens;
-            auto* flag =
-                reinterpret_cast<const uint64_t*>(p_.context.peers.base[p_.context.rank] +
-                                                  b.flag(Phase::kDispatch, mine.source, parcel));
+            const uint64_t* flag = flag_in(p_, p_.context.rank, mine.source, parcel);
             good = wait_flag(flag, epoch_, p_.record.signature(), p_.context.watch,
                              Phase::kDispatch, mine.source, parcel);
             ptx::fence_proxy_async();
@@ -366,13 +368,35 @@ __device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint
         const int num_flags = (ready - announced) * b.num_ranks;
         for (int i = lane_id(); i < num_flags; i += kWarp) {
             const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
-            auto* flag = reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
-                                                     b.flag(Phase::kDispatch, p.context.rank, at));
-            ptx::store_relaxed(flag, value);
+            ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
         announced = ready;
         __syncwarp();
     }
+}
+
+// ---- the call as a whole
+
+// One warp of the grid, at its beginning: this rank has finished the call before.
+__device__ void announce_arrival(const DispatchParams& p, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    for (int peer = lane_id(); peer < b.num_ranks; peer += kWarp) {
+        ptx::store_release(flag_in(p, peer, p.context.rank, b.arrival_channel()),
+                           flag_value(epoch, p.record.signature()));
+    }
+}
+
+// And before the call ends: all peers make it too, even those that I have no copy from. So none of
+// them still pulls the call before, and the next call may overwrite its half of my outbox.
+__device__ void await_arrivals(const DispatchParams& p, Smem& smem, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    bool good = true;
+    for (int peer = lane_id(); good && peer < b.num_ranks; peer += kWarp) {
+        good = wait_flag(flag_in(p, p.context.rank, peer, b.arrival_channel()), epoch,
+                         p.record.signature(), p.context.watch, Phase::kDispatch, peer,
+                         b.arrival_channel());
+    }
+    if (!good) smem.failed = true;
 }
 
 // ---- padding
@@ -412,6 +436,8 @@ __device__ void give_up(int role, Smem& smem) {
 __device__ __forceinline__ void play(int role, const DispatchParams& p,
                                      const layout::HandleView& handle, const Slots& slots,
                                      Smem& smem, uint64_t epoch) {
+    const bool is_first_sweeper = blockIdx.x == 0 && role == kFirstSweeper;
+    if (is_first_sweeper) announce_arrival(p, epoch);
     if (role >= kFirstWriter) {
         if (publishes(p)) write_parcels(p, handle, smem, role - kFirstWriter, epoch);
     } else if (role == kHerald) {
@@ -432,6 +458,7 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
         if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
     } else {
         zero_padding(p, handle, role - kFirstSweeper, epoch);
+        if (is_first_sweeper) await_arrivals(p, smem, epoch);
     }
 }
 
