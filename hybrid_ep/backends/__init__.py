@@ -58,8 +58,8 @@ class Backend(Protocol):
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
-        """What route and dispatch return; counts, offsets and required_rows may share memory."""
+    ) -> tuple[Tensor | None, ...]:
+        """What route returns and then what dispatch does; counts, offsets and required_rows may share memory."""
         ...
 
     def combine(
