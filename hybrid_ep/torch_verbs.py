@@ -85,9 +85,7 @@ def dispatch_fresh(
         num_tokens = topk_idx.shape[0]
         return *made, *dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
     rules.check_experts(buffer, topk_idx)
-    return buffer.verbs.dispatch_fresh(
-        topk_idx, x, weights, scales, max_rows=max_rows, align=align
-    )
+    return buffer.verbs.dispatch_fresh(topk_idx, x, weights, scales, max_rows=max_rows, align=align)
 
 
 def combine(

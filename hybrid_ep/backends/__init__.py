@@ -59,7 +59,10 @@ class Backend(Protocol):
         max_rows: int,
         align: int,
     ) -> tuple[Tensor | None, ...]:
-        """What route returns and then what dispatch does; counts, offsets and required_rows may share memory."""
+        """What route returns, then what dispatch does.
+
+        Of the tensors of the route all but the layout may share memory.
+        """
         ...
 
     def combine(

@@ -190,9 +190,12 @@ class NvlinkBackend:
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
         empty = self._allocator()
-        shapes = (self.layout_size,), (experts,), (experts + 1,)
-        words = (empty(shape, _DENSE, int32) for shape in shapes)
-        made = Route(*words, empty((), (), int32))
+        made = Route(
+            empty((self.layout_size,), _DENSE, int32),
+            empty((experts,), _DENSE, int32),
+            empty((experts + 1,), _DENSE, int32),
+            empty((), (), int32),
+        )
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
