@@ -7,7 +7,7 @@ Python checks and owns the tensors, ``csrc/`` gets addresses and launches the ke
     combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
-while its tokens are being published.
+while its tokens are being published; with ``max_rows`` route and dispatch are one call.
 """
 
 from __future__ import annotations
