@@ -13,8 +13,9 @@ from torch import Tensor
 class Handle:
     """The layout of one dispatch: which token went to which row, and how it comes home.
 
-    A handle owns its tensors; none of its attributes is ever set again. Any number may be alive, in any order of use; one may be used again
-    for the backward passes and for a second forward. Dropping it never waits.
+    A handle owns its tensors, and nobody sets its attributes again. Any number may be alive, in any
+    order of use; one may be used again for the backward passes and for a second forward. Dropping
+    it never waits.
 
     Attributes:
         layout: int32 ``[buffer.layout_size]``; the backend's own record, opaque to everybody else.

@@ -75,10 +75,11 @@ def dispatch(
         rules.check_route(buffer, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
-        route, (rows, weights, row_scales) = torch_verbs.dispatch_fresh(
+        layout, counts, offsets, required, rows, weights, row_scales = torch_verbs.dispatch_fresh(
             buffer, topk_idx, x, topk_weights, scales, max_rows, align
         )
-        handle = Handle(*route, num_tokens, rows.shape[0], max_rows)
+        num_rows = rows.shape[0]
+        handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
     else:
         if max_rows is not None or align != 1:
             raise ValueError("a replayed layout has its max_rows and align, pass neither")

@@ -78,16 +78,14 @@ def dispatch_fresh(
     scales: Tensor | None,
     max_rows: int | None,
     align: int,
-) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
-    """Route and dispatch; in one call of the backend, where that serves all who are concerned."""
+) -> tuple[Tensor | None, ...]:
+    """What route returns and then what dispatch does: one call of the backend where that can be."""
     if max_rows is None or _needs_grad(x, weights) or _watched(topk_idx, x, weights, scales):
         made = route(topk_idx, max_rows, align, buffer.id)
         num_tokens = topk_idx.shape[0]
-        return made, dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
+        return *made, *dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
     rules.check_experts(buffer, topk_idx)
-    return buffer.verbs.dispatch_fresh(
-        topk_idx, x, weights, scales, max_rows=max_rows, align=align
-    )
+    return buffer.verbs.dispatch_fresh(topk_idx, x, weights, scales, max_rows=max_rows, align=align)
 
 
 def combine(

@@ -58,8 +58,11 @@ class Backend(Protocol):
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
-        """What route and dispatch return; counts, offsets and required_rows may share memory."""
+    ) -> tuple[Tensor | None, ...]:
+        """What route returns, then what dispatch does.
+
+        Of the tensors of the route all but the layout may share memory.
+        """
         ...
 
     def combine(

@@ -7,7 +7,7 @@ Python checks and owns the tensors, ``csrc/`` gets addresses and launches the ke
     combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
-while its tokens are being published.
+while its tokens are being published; with ``max_rows`` route and dispatch are one call.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, int32
 
 from hybrid_ep.backends import Route
 from hybrid_ep.backends.empty import Empty, empty_on, part
@@ -37,7 +37,7 @@ except ImportError as error:
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
-_SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, float32: 2}
 _MAIL_LIFETIME = 128  # tickets; half the slots of csrc/runtime.h
 _DENSE = (1,)  # stride of a vector
 _EMPTY = 16  # the address of an empty tensor that is there: 0 means none
@@ -190,9 +190,12 @@ class NvlinkBackend:
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
         empty = self._allocator()
-        shapes = (self.layout_size,), (experts,), (experts + 1,)
-        words = (empty(shape, _DENSE, torch.int32) for shape in shapes)
-        made = Route(*words, empty((), (), torch.int32))
+        made = Route(
+            empty((self.layout_size,), _DENSE, int32),
+            empty((experts,), _DENSE, int32),
+            empty((experts + 1,), _DENSE, int32),
+            empty((), (), int32),
+        )
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
@@ -229,7 +232,7 @@ class NvlinkBackend:
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
+    ) -> tuple[Tensor | None, ...]:
         stream = self._begin()
         stride, step = topk_idx.stride()
         if step != 1:
@@ -237,13 +240,15 @@ class NvlinkBackend:
             stride = topk_idx.shape[1]
         experts = self._num_local_experts
         empty = self._allocator()
-        layout = empty((self.layout_size,), _DENSE, torch.int32)
-        sizes = empty((2 * experts + 2,), _DENSE, torch.int32)
+        layout = empty((self.layout_size,), _DENSE, int32)
+        sizes = empty((2 * experts + 2,), _DENSE, int32)
         routing = (topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr())
-        moved = self._move(x, weights, scales, layout, max_rows, stream, empty, routing)
+        rows, row_weights, row_scales = self._move(
+            x, weights, scales, layout, max_rows, stream, empty, routing
+        )
         counts = part(sizes, (experts,), _DENSE, 0)
         offsets = part(sizes, (experts + 1,), _DENSE, experts)
-        return (layout, counts, offsets, sizes), moved
+        return layout, counts, offsets, sizes, rows, row_weights, row_scales
 
     def _move(
         self,
@@ -291,7 +296,7 @@ class NvlinkBackend:
         row_weights_at = row_scales_at = 0
         rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
         if weights is not None:
-            row_weights = empty((num_rows,), _DENSE, torch.float32)
+            row_weights = empty((num_rows,), _DENSE, float32)
             row_weights_at = row_weights.data_ptr() or _EMPTY
         if scales is not None:
             row_scales = empty((num_rows, num_scales), (num_scales, 1), scales.dtype)
@@ -322,7 +327,7 @@ class NvlinkBackend:
         y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
         home_values = None
         if values is not None:
-            home_values = empty((num_tokens, self._topk), (self._topk, 1), torch.float32)
+            home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
         self._runtime.combine(
             address,
             _SUM_TYPES[rows.dtype],

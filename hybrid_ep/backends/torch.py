@@ -256,9 +256,9 @@ class TorchBackend:
         *,
         max_rows: int,
         align: int,
-    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, Tensor | None, Tensor | None]]:
+    ) -> tuple[Tensor | None, ...]:
         route = self.route(topk_idx, max_rows=max_rows, align=align)
-        return route, self.dispatch(x, weights, scales, route.layout, num_rows=max_rows)
+        return *route, *self.dispatch(x, weights, scales, route.layout, num_rows=max_rows)
 
     def combine(
         self,
