@@ -52,6 +52,7 @@ PYBIND11_MODULE(_nvlink, m) {
         .def("publish", &Runtime::publish)
         .def("pull", &Runtime::pull)
         .def("dispatch", &Runtime::dispatch)
+        .def("dispatch_fresh", &Runtime::dispatch_fresh)
         .def("combine", &Runtime::combine)
         .def("copy_peer", &Runtime::copy_peer)
         .def("required_rows", &Runtime::required_rows, py::call_guard<py::gil_scoped_release>())

@@ -14,6 +14,10 @@ T* at(uintptr_t address) {
 
 cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
+// Of the parcels, so many are published while the host waits for the number of rows, which takes
+// about as long; the others follow beside the pull.
+constexpr int kEarlyEighths = 3;
+
 }  // namespace
 
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
@@ -91,9 +95,9 @@ void Runtime::begin_dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintp
                              int scale_bytes, int num_tokens, uintptr_t words) {
     kernels::DispatchParams& p = dispatch_;
     p = {};
+    p.end_parcel = layout::ceil_div(num_tokens, layout::kParcelTokens);
     p.context = context();
     p.record = {row_bytes, scale_bytes, weights != 0 ? 4 * config_.topk : 0};
-    p.publishes = true;
     p.x = at<char>(x);
     p.scales = at<char>(scales);
     p.weights = at<float>(weights);
@@ -124,6 +128,7 @@ void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t we
     begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
                    scale_bytes, num_tokens, words);
     dispatch_.num_blocks = config_.num_sms_publish;
+    dispatch_.end_parcel = dispatch_.end_parcel * kEarlyEighths / 8;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
@@ -131,7 +136,9 @@ void Runtime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, 
                    uintptr_t stream) {
     DeviceGuard guard(config_.device);
     end_dispatch(rows, row_weights, row_scales, num_rows);
-    dispatch_.publishes = false;
+    dispatch_.first_parcel = dispatch_.end_parcel;
+    dispatch_.end_parcel = layout::ceil_div(dispatch_.num_tokens, layout::kParcelTokens);
+    dispatch_.behind_routing = false;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
@@ -144,6 +151,24 @@ void Runtime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t w
     begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
                    scale_bytes, num_tokens, words);
     end_dispatch(rows, row_weights, row_scales, num_rows);
+    kernels::launch_dispatch(dispatch_, to_stream(stream));
+}
+
+void Runtime::dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
+                             uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
+                             uintptr_t weights, int64_t weights_stride, uintptr_t scales,
+                             int64_t scales_stride, int scale_bytes, int num_tokens,
+                             uintptr_t words, uintptr_t rows, uintptr_t row_weights,
+                             uintptr_t row_scales, int64_t num_rows, uintptr_t stream) {
+    const uintptr_t offsets = sizes + sizeof(int32_t) * buffer_.num_local_experts;
+    const uintptr_t required_rows = offsets + sizeof(int32_t) * (buffer_.num_local_experts + 1);
+    DeviceGuard guard(config_.device);
+    route(topk_idx, idx_bytes, idx_stride, num_tokens, align, num_rows, false, words, sizes,
+          offsets, required_rows, stream);
+    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
+                   scale_bytes, num_tokens, words);
+    end_dispatch(rows, row_weights, row_scales, num_rows);
+    dispatch_.behind_routing = true;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 

@@ -43,7 +43,8 @@ class Runtime {
                    int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
                    uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
 
-    // The two halves of a dispatch, and both in one launch. `pull` goes with the `publish` before.
+    // A dispatch, in one launch or in two: `publish` begins it, `pull` goes with the `publish`
+    // before.
     void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
                  int num_tokens, uintptr_t words, uintptr_t stream);
@@ -53,6 +54,15 @@ class Runtime {
                   int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
                   int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
                   uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
+
+    // A fresh dispatch whose `num_rows` bounds its rows: route, and both halves. `sizes` is one
+    // tensor for counts, offsets and required_rows, which follow each other.
+    void dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
+                        uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
+                        uintptr_t weights, int64_t weights_stride, uintptr_t scales,
+                        int64_t scales_stride, int scale_bytes, int num_tokens, uintptr_t words,
+                        uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
+                        int64_t num_rows, uintptr_t stream);
 
     void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,

@@ -40,7 +40,7 @@ def symmetric_regions(
     ranks, tokens = ranks_per_node, max_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
-    flags = round_up(2 * MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 1, 16)  # of a source
+    flags = round_up(2 * MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 2, 16)  # of a source
     experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
     regions = {

@@ -73,21 +73,22 @@ def dispatch(
         )
     if handle is None:
         rules.check_route(buffer, topk_idx, max_rows, align)
-        num_tokens, num_rows = topk_idx.shape[0], max_rows
-        rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)  # before route sends
-        route = torch_verbs.route(topk_idx, max_rows, align, buffer.id)
-        layout = route[0]
+        num_tokens = topk_idx.shape[0]
+        rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
+        layout, counts, offsets, required, rows, weights, row_scales = torch_verbs.dispatch_fresh(
+            buffer, topk_idx, x, topk_weights, scales, max_rows, align
+        )
+        num_rows = rows.shape[0]
+        handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
     else:
         if max_rows is not None or align != 1:
             raise ValueError("a replayed layout has its max_rows and align, pass neither")
         rules.check_handle(buffer, handle)
-        num_tokens, num_rows, layout = handle.num_tokens, handle.num_rows, handle.layout
+        num_tokens = handle.num_tokens
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
-    rows, weights, row_scales = torch_verbs.dispatch(
-        x, topk_weights, scales, layout, num_tokens, num_rows, buffer.id
-    )
-    if handle is None:
-        handle = Handle(*route, num_tokens, rows.shape[0], max_rows)
+        rows, weights, row_scales = torch_verbs.dispatch(
+            x, topk_weights, scales, handle.layout, num_tokens, handle.num_rows, buffer.id
+        )
     return Dispatched(
         rows,
         None if topk_weights is None else weights,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, float64
 
 from hybrid_ep.handle import Handle
 from hybrid_ep.limits import ROW_ALIGN, round_up
@@ -26,14 +26,12 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
     _check_device(buffer, "topk_idx", topk_idx)
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
-    if topk_idx.dim() != 2 or topk_idx.shape[1] != buffer.topk:
+    shape = topk_idx.shape
+    if len(shape) != 2 or shape[1] != buffer.topk:
+        raise ValueError(f"topk_idx must have shape [T, topk={buffer.topk}], got {list(shape)}")
+    if shape[0] > buffer.max_tokens:
         raise ValueError(
-            f"topk_idx must have shape [T, topk={buffer.topk}], got {list(topk_idx.shape)}"
-        )
-    if topk_idx.shape[0] > buffer.max_tokens:
-        raise ValueError(
-            f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got "
-            f"{topk_idx.shape[0]}"
+            f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got {shape[0]}"
         )
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
         raise ValueError(f"align must be an integer of at least 1, got {align!r}")
@@ -63,29 +61,28 @@ def check_dispatch(
 ) -> None:
     """The tokens of a dispatch, ``num_tokens`` being those that its routing speaks of."""
     _check_device(buffer, "x", x)
-    if x.dim() != 2 or x.shape[1] != buffer.hidden:
-        raise ValueError(f"x must have shape [T, hidden={buffer.hidden}], got {list(x.shape)}")
-    if x.shape[0] != num_tokens:
+    shape = x.shape
+    if len(shape) != 2 or shape[1] != buffer.hidden:
+        raise ValueError(f"x must have shape [T, hidden={buffer.hidden}], got {list(shape)}")
+    if shape[0] != num_tokens:
         raise ValueError(
-            f"x must have as many tokens as its routing, got {x.shape[0]} and {num_tokens}"
+            f"x must have as many tokens as its routing, got {shape[0]} and {num_tokens}"
         )
-    row_bytes = _row_bytes(buffer, x)
-    scale_bytes = 0
+    needed = round_up(_row_bytes(buffer, x), 16)
     if scales is not None:
         _check_device(buffer, "scales", scales)
         if scales.dim() != 2 or scales.shape[0] != num_tokens:
             raise ValueError(
                 f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
             )
-        scale_bytes = scales.shape[1] * scales.element_size()
-    needed = round_up(row_bytes, 16) + round_up(scale_bytes, 16)
+        needed += round_up(scales.shape[1] * scales.element_size(), 16)
     if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
         raise ValueError(
             f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
             f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
         )
     if weights is not None:
-        _check_weights(buffer, "topk_weights", weights, [num_tokens, buffer.topk], x.dtype)
+        _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
 
 
 def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
@@ -104,7 +101,7 @@ def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
             f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
         )
     if weights is not None:
-        _check_weights(buffer, "weights", weights, [rows.shape[0]], rows.dtype)
+        _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
 
 
 def check_handle(buffer: Buffer, handle: Handle) -> None:
@@ -122,18 +119,18 @@ def _check_device(buffer: Buffer, name: str, tensor: Tensor) -> None:
 
 
 def _check_weights(
-    buffer: Buffer, name: str, weights: Tensor, shape: list[int], payload: torch.dtype
+    buffer: Buffer, name: str, weights: Tensor, shape: tuple[int, ...], payload: torch.dtype
 ) -> None:
     _check_device(buffer, name, weights)
-    if list(weights.shape) != shape:
-        raise ValueError(f"{name} must have shape {shape}, got {list(weights.shape)}")
-    dtype = torch.float64 if payload == torch.float64 else torch.float32
+    if tuple(weights.shape) != shape:  # the compiler does not compare a Size with a tuple
+        raise ValueError(f"{name} must have shape {list(shape)}, got {list(weights.shape)}")
+    dtype = float64 if payload == float64 else float32
     if weights.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {weights.dtype}")
 
 
 def _row_bytes(buffer: Buffer, rows: Tensor) -> int:
-    row_bytes = rows.shape[1] * rows.element_size()
+    row_bytes = buffer.hidden * rows.element_size()
     if row_bytes % ROW_ALIGN and buffer.backend != "torch":
         raise ValueError(
             f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes} "

@@ -19,11 +19,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_compiling
 
 from hybrid_ep import rules
 from hybrid_ep.backends import Route
-from hybrid_ep.buffer import find_buffer
+from hybrid_ep.buffer import Buffer, find_buffer
 
 try:
     from torch._C import (
@@ -69,6 +70,24 @@ def dispatch(
     return way(x, weights, scales, layout, num_tokens, num_rows, buffer_id)
 
 
+def dispatch_fresh(
+    buffer: Buffer,
+    topk_idx: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    max_rows: int | None,
+    align: int,
+) -> tuple[Tensor | None, ...]:
+    """What route returns and then what dispatch does: one call of the backend where that can be."""
+    if max_rows is None or _needs_grad(x, weights) or _watched(topk_idx, x, weights, scales):
+        made = route(topk_idx, max_rows, align, buffer.id)
+        num_tokens = topk_idx.shape[0]
+        return *made, *dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
+    rules.check_experts(buffer, topk_idx)
+    return buffer.verbs.dispatch_fresh(topk_idx, x, weights, scales, max_rows=max_rows, align=align)
+
+
 def combine(
     rows: Tensor,
     weights: Tensor | None,
@@ -90,7 +109,7 @@ def combine(
 def _watched(*tensors: Tensor | None) -> bool:
     """Whether anybody wants to see ops; the compiler takes this for the constant True."""
     return (
-        torch.compiler.is_compiling()
+        is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
         or _get_tracing_state() is not None
@@ -100,7 +119,7 @@ def _watched(*tensors: Tensor | None) -> bool:
 
 
 def _needs_grad(*tensors: Tensor | None) -> bool:
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         for tensor in tensors:
             if tensor is not None and tensor.requires_grad:
                 return True

@@ -165,6 +165,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
     const Watch& watch = p.context.watch;
     const int source = blockIdx.x / b.num_chunks, chunk = blockIdx.x % b.num_chunks;
     ptx::await_kernel_before();
+    ptx::let_next_kernel_start();  // it begins with what needs no rows
     const uint64_t epoch = current_epoch(watch.state, Phase::kRoute);
     Smem smem(dynamic_smem, b.num_local_experts);
     layout::HandleView handle(p.words, p.context.handle);

@@ -3,12 +3,11 @@
 //
 //   publish   x[t], scales, weights --> outbox record [row | scales | weights], parcel by parcel;
 //             a flag in every peer announces the parcel
-//   pull      outbox record of the source --TMA load over NVLink--> slot --TMA stores-->
-//   rows[row_i]
-//                                                  weights[row_i], scales[row_i] <--'
+//   pull      outbox record of the source --TMA load over NVLink--> slot
+//             slot --TMA stores--> rows[row_i], weights[row_i], scales[row_i]
 //
 // Publishing and pulling are done by different warps of each block and do not wait for each other,
-// so no two ranks ever do. Only tokens that go to a peer are published: my own copies come from x.
+// so no two ranks ever do. Only tokens that go to a peer are published, others come from x.
 // Publishing keeps just ahead of pulling, all through the call: it must not take the SM's stores
 // away from pulling while NVLink waits. The two may also be two launches, with the host's wait for
 // the number of rows between them.
@@ -44,7 +43,7 @@ struct Job {
     static constexpr int kEnd = -1;
 
     const char* from;
-    const char* trailer;  // where it is if not behind the slice; of my own copies
+    const char* trailer;  // where it is if not behind the slice
     int offset, bytes;    // of the slice in its row
     int trailer_bytes;    // the last slice brings the trailer
     int num_rows;         // kEnd: there is no more
@@ -62,6 +61,16 @@ struct Smem {
     bool failed;                         // a peer did not come: the call stays open
 };
 
+// A rank by itself has nobody to publish for, but its trailers take the way of all.
+__device__ __forceinline__ bool publishes(const DispatchParams& p) {
+    return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
+}
+
+__device__ uint64_t* flag_in(const DispatchParams& p, int owner, int source, int channel) {
+    return reinterpret_cast<uint64_t*>(p.context.peers.base[owner] +
+                                       p.context.buffer.flag(Phase::kDispatch, source, channel));
+}
+
 // ---- pull
 
 // Takes the next copies, a lane each, waits until they are announced, and lists their slices.
@@ -70,6 +79,7 @@ class Walker {
     __device__ Walker(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
                       uint64_t epoch)
         : p_(p),
+          handle_(handle),
           smem_(smem),
           epoch_(epoch),
           walk_(handle, p.context.buffer.num_ranks, p.context.rank,
@@ -100,16 +110,12 @@ class Walker {
 
   private:
     __device__ bool await_announced(bool has_copy, const CopyWalk::Taken& mine) {
-        const auto& b = p_.context.buffer;
         const Stopwatch waiting(p_.context.trace);
         if (lane_id() == 0) volatile_store(smem_.walker_waits, true);
         bool good = true;
-        // my own row comes from x, but its trailer from my outbox
-        if (has_copy && (mine.source != p_.context.rank || p_.record.trailer_bytes() > 0)) {
+        if (has_copy && publishes(p_)) {
             const int parcel = mine.copy.token / kParcelTokens;
-            auto* flag =
-                reinterpret_cast<const uint64_t*>(p_.context.peers.base[p_.context.rank] +
-                                                  b.flag(Phase::kDispatch, mine.source, parcel));
+            const uint64_t* flag = flag_in(p_, p_.context.rank, mine.source, parcel);
             good = wait_flag(flag, epoch_, p_.record.signature(), p_.context.watch,
                              Phase::kDispatch, mine.source, parcel);
             ptx::fence_proxy_async();
@@ -127,12 +133,14 @@ class Walker {
     __device__ void list(const CopyWalk::Taken& mine, int slice, int at) {
         const layout::Copy& copy = mine.copy;
         const int offset = slice * p_.slices.slice_bytes;
-        const bool is_own = mine.source == p_.context.rank;
+        // my own token that goes to nobody else is not in the outbox, but its trailer is
+        const bool from_x = mine.source == p_.context.rank &&
+                            !(__ldg(&handle_.home_copies[copy.token]) & handle_.kTravels);
         const char* record =
             p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
         Job& job = begin_job(at);
-        job.from = (is_own ? p_.x + copy.token * p_.x_stride : record) + offset;
-        job.trailer = is_own ? record + p_.record.row_bytes : nullptr;
+        job.from = (from_x ? p_.x + copy.token * p_.x_stride : record) + offset;
+        job.trailer = from_x ? record + p_.record.row_bytes : nullptr;
         job.offset = offset;
         job.bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
         job.trailer_bytes = slice + 1 == p_.slices.num_slices ? p_.record.trailer_bytes() : 0;
@@ -150,6 +158,7 @@ class Walker {
     }
 
     const DispatchParams& p_;
+    const layout::HandleView& handle_;
     Smem& smem_;
     uint64_t epoch_;
     CopyWalk walk_;
@@ -176,26 +185,34 @@ __device__ void load_slices(const Slots& slots, Smem& smem) {
     }
 }
 
-// The weights and the scales of a copy, to its rows: a lane per row.
+// A copy's scales to all its rows, `Unit` by unit. Ordinary stores: so few bytes are not worth a
+// bulk copy each.
+template <typename Unit>
+__device__ __forceinline__ void spread_scales(const DispatchParams& p, const Job& job,
+                                              const char* trailer) {
+    const int count = p.record.scale_bytes / int(sizeof(Unit));
+    for (int at = lane_id(); at < count; at += kWarp) {
+        const Unit unit = reinterpret_cast<const Unit*>(trailer)[at];
+        for (int i = 0; i < job.num_rows; ++i) {
+            char* to = p.row_scales + int64_t(job.row[i]) * p.record.scale_bytes;
+            reinterpret_cast<Unit*>(to)[at] = unit;
+        }
+    }
+}
+
 __device__ void spread_trailer(const DispatchParams& p, const Job& job, const char* trailer) {
-    const int lane = lane_id(), scale_bytes = p.record.scale_bytes;
-    const bool has_row = lane < job.num_rows;
-    if (p.record.weight_bytes > 0 && has_row) {
+    if (p.record.weight_bytes > 0 && lane_id() < job.num_rows) {
         auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
                                                        p.record.scales_offset());
-        p.row_weights[job.row[lane]] = weights[job.first_place + lane];
+        p.row_weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
     }
-    if (scale_bytes == 0) return;
-    if (scale_bytes % layout::kBulkAlign == 0) {
-        if (has_row) {
-            ptx::bulk_store(p.row_scales + int64_t(job.row[lane]) * scale_bytes, trailer,
-                            scale_bytes);
-        }
-        return;
-    }
-    for (int i = 0; i < job.num_rows; ++i) {
-        char* to = p.row_scales + int64_t(job.row[i]) * scale_bytes;
-        for (int b = lane; b < scale_bytes; b += kWarp) to[b] = trailer[b];
+    const int scale_bytes = p.record.scale_bytes;
+    if (scale_bytes % int(sizeof(uint4)) == 0) {
+        spread_scales<uint4>(p, job, trailer);
+    } else if (scale_bytes % int(sizeof(int)) == 0) {
+        spread_scales<int>(p, job, trailer);
+    } else {
+        spread_scales<char>(p, job, trailer);
     }
 }
 
@@ -228,15 +245,6 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, Smem& 
 }
 
 // ---- publish
-
-// A rank by itself has nobody to publish for, but its trailers take the way of all.
-__device__ __forceinline__ bool publishes(const DispatchParams& p) {
-    return p.publishes && (p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0);
-}
-
-__device__ __forceinline__ int num_parcels(const DispatchParams& p) {
-    return layout::ceil_div(p.num_tokens, kParcelTokens);
-}
 
 // The whole warp.
 __device__ void copy_row(char* to, const char* from, int bytes) {
@@ -322,8 +330,9 @@ __device__ void keep_pace(const DispatchParams& p, const Smem& smem, int num_wri
     if (!p.pulls) return;
     const auto* progress = static_cast<const volatile float*>(&smem.progress);
     const auto* waits = static_cast<const volatile bool*>(&smem.walker_waits);
-    const float tokens = float(num_parcels(p)) / gridDim.x * kParcelTokens;
-    while (num_written * kParcelTokens > *progress * tokens + kLeadTokens && !*waits) {
+    const float all = float(p.first_parcel) / gridDim.x + num_written;
+    const float due = float(layout::ceil_div(p.num_tokens, kParcelTokens)) / gridDim.x;
+    while ((all - *progress * due) * kParcelTokens > kLeadTokens && !*waits) {
         __nanosleep(100);
     }
 }
@@ -332,7 +341,7 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
                               int writer, uint64_t epoch) {
     const Stopwatch writing(p.context.trace);
     int num_written = 0;
-    for (int parcel = blockIdx.x; parcel < num_parcels(p); parcel += gridDim.x) {
+    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
         keep_pace(p, smem, num_written);
         write_rows(p, handle, writer, parcel, epoch);
         write_trailers(p, handle, writer, parcel, epoch);
@@ -350,22 +359,44 @@ __device__ void announce_parcels(const DispatchParams& p, const Smem& smem, uint
     const auto& b = p.context.buffer;
     const auto* written = static_cast<const volatile uint32_t*>(smem.parcels_written);
     const uint64_t value = flag_value(epoch, p.record.signature());
-    auto parcel = [&](int i) { return int(blockIdx.x) + i * int(gridDim.x); };
+    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
     int announced = 0;
-    while (parcel(announced) < num_parcels(p)) {
+    while (parcel(announced) < p.end_parcel) {
         const int ready = int(__reduce_min_sync(kAllLanes, written[lane_id() % kWriters]));
         if (ready == announced) continue;
         ptx::fence_system();
         const int num_flags = (ready - announced) * b.num_ranks;
         for (int i = lane_id(); i < num_flags; i += kWarp) {
             const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
-            auto* flag = reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
-                                                     b.flag(Phase::kDispatch, p.context.rank, at));
-            ptx::store_relaxed(flag, value);
+            ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
         announced = ready;
         __syncwarp();
     }
+}
+
+// ---- the call as a whole
+
+// One warp of the grid, at its beginning: this rank has finished the call before.
+__device__ void announce_arrival(const DispatchParams& p, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    for (int peer = lane_id(); peer < b.num_ranks; peer += kWarp) {
+        ptx::store_release(flag_in(p, peer, p.context.rank, b.arrival_channel()),
+                           flag_value(epoch, p.record.signature()));
+    }
+}
+
+// And before the call ends: all peers make it too, even those that I have no copy from. So none of
+// them still pulls the call before, and the next call may overwrite its half of my outbox.
+__device__ void await_arrivals(const DispatchParams& p, Smem& smem, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    bool good = true;
+    for (int peer = lane_id(); good && peer < b.num_ranks; peer += kWarp) {
+        good = wait_flag(flag_in(p, p.context.rank, peer, b.arrival_channel()), epoch,
+                         p.record.signature(), p.context.watch, Phase::kDispatch, peer,
+                         b.arrival_channel());
+    }
+    if (!good) smem.failed = true;
 }
 
 // ---- padding
@@ -393,9 +424,20 @@ __device__ void zero_padding(const DispatchParams& p, const layout::HandleView& 
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
+// A role of pulling, for a call whose routing failed: there are no rows to look at.
+__device__ void give_up(int role, Smem& smem) {
+    if (role != kWalker || lane_id() != 0) return;
+    smem.failed = true;
+    smem.job[0].num_rows = Job::kEnd;
+    smem.jobs.filled(Turn{});
+    volatile_store(smem.progress, 1.f);
+}
+
 __device__ __forceinline__ void play(int role, const DispatchParams& p,
                                      const layout::HandleView& handle, const Slots& slots,
                                      Smem& smem, uint64_t epoch) {
+    const bool is_first_sweeper = blockIdx.x == 0 && role == kFirstSweeper;
+    if (is_first_sweeper) announce_arrival(p, epoch);
     if (role >= kFirstWriter) {
         if (publishes(p)) write_parcels(p, handle, smem, role - kFirstWriter, epoch);
     } else if (role == kHerald) {
@@ -403,6 +445,9 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
     }
     if (!p.pulls || role == kHerald || role >= kFirstWriter) return;
 
+    // publishing needs what publish_routing wrote, pulling what assign_rows did
+    ptx::await_kernel_before();
+    if (has_fault(p.context.watch.state)) return give_up(role, smem);
     const Stopwatch pulling(p.context.trace);
     if (role == kWalker) {
         Walker(p, handle, smem, epoch).run();
@@ -413,6 +458,7 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
         if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
     } else {
         zero_padding(p, handle, role - kFirstSweeper, epoch);
+        if (is_first_sweeper) await_arrivals(p, smem, epoch);
     }
 }
 
@@ -443,7 +489,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
 }  // namespace
 
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
-    launch(dispatch, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1), stream);
+    const auto launch_it =
+        p.behind_routing ? launch_behind_ours<DispatchParams> : launch<DispatchParams>;
+    launch_it(dispatch, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1), stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -48,11 +48,14 @@ struct AssignRowsParams {
 };
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
 
-// Both halves in one launch, or publishing first and pulling in a later one of the same call.
+// One launch, or two: the first publishes parcels [first_parcel, end_parcel), the second the rest
+// and pulls.
 struct DispatchParams {
     Context context;
     layout::RecordLayout record;
-    bool publishes, pulls;
+    int first_parcel, end_parcel;
+    bool pulls;
+    bool behind_routing;  // the kernel before is assign_rows, of the same call
     const char *x, *scales;
     const float* weights;
     int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements

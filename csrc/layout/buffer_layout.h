@@ -76,15 +76,17 @@ struct BufferLayout {
     }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
     HYBRID_EP_HD int64_t flags_of_source() const {
-        return round_up<int64_t>(2 * kMaxChannels + num_parcels + 1, 16);
+        return round_up<int64_t>(2 * kMaxChannels + num_parcels + 2, 16);
     }
     HYBRID_EP_HD int64_t flag(Phase phase, int source, int channel) const {
         const int first = phase == Phase::kRoute      ? 0
                           : phase == Phase::kCombine  ? kMaxChannels
                           : phase == Phase::kDispatch ? 2 * kMaxChannels
-                                                      : 2 * kMaxChannels + num_parcels;
+                                                      : 2 * kMaxChannels + num_parcels + 1;
         return flags_offset + (source * flags_of_source() + first + channel) * 8;
     }
+    // Beside the parcels of a dispatch: that the source makes this call.
+    HYBRID_EP_HD int arrival_channel() const { return num_parcels; }
     // Set when `source` has unmapped this memory; until all have, it must not be freed.
     HYBRID_EP_HD int64_t closed_flag(int source) const {
         return flags_offset + (num_ranks * flags_of_source() + source) * 8;

@@ -8,7 +8,10 @@ from torch import Tensor
 
 
 class Route(NamedTuple):
-    """Who sends what into which row; the fields are those of ``Handle``."""
+    """Who sends what into which row; the fields are those of ``Handle``.
+
+    The last word of ``required_rows`` counts: without an op it may be a tensor that holds others.
+    """
 
     layout: Tensor
     counts: Tensor
@@ -20,7 +23,8 @@ class Backend(Protocol):
     """What a backend does for a Buffer. Inputs were checked before; every call is collective.
 
     The three verbs are all there is: a fresh dispatch is route + dispatch, a cached one is dispatch
-    alone, the backward of dispatch is combine and the backward of combine is dispatch.
+    alone, the backward of dispatch is combine and the backward of combine is dispatch. A backend
+    may have a shorter way to route and dispatch at once, of the same effect.
     """
 
     name: str
@@ -42,6 +46,22 @@ class Backend(Protocol):
         """Move ``x [T, H]``, float32 ``weights [T, K]`` and ``scales [T, S]`` into rows.
 
         ``num_rows`` None means: as many as the layout needs, which may make the host wait.
+        """
+        ...
+
+    def dispatch_fresh(
+        self,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        *,
+        max_rows: int,
+        align: int,
+    ) -> tuple[Tensor | None, ...]:
+        """What route returns, then what dispatch does.
+
+        Of the tensors of the route all but the layout may share memory.
         """
         ...
 

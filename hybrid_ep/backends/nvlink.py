@@ -7,7 +7,7 @@ Python checks and owns the tensors, ``csrc/`` gets addresses and launches the ke
     combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
-while its tokens are being published.
+while its tokens are being published; with ``max_rows`` route and dispatch are one call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, float32, int32
 
 from hybrid_ep.backends import Route
+from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.errors import PeerError
 from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond_nvlink
 from hybrid_ep.trace import Event
@@ -35,8 +36,10 @@ except ImportError as error:
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 _TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
-_SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, float32: 2}
 _MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
+_DENSE = (1,)  # stride of a vector
+_EMPTY = 16  # the address of an empty tensor that is there: 0 means none
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 
@@ -115,6 +118,7 @@ class NvlinkBackend:
         self._rank = buffer.topology.rank
         self._num_experts = buffer.num_experts
         self._num_local_experts = buffer.num_local_experts
+        self._allocator = empty_on(buffer.device)
         self._topk = buffer.topk
         self._device = buffer.device
         self._timeout_s = buffer.config.timeout_s
@@ -178,9 +182,13 @@ class NvlinkBackend:
             raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
-        layout = topk_idx.new_empty(self.layout_size, dtype=torch.int32)
-        words = layout.new_empty
-        made = Route(layout, words(experts), words(experts + 1), words(()))
+        empty = self._allocator()
+        made = Route(
+            empty((self.layout_size,), _DENSE, int32),
+            empty((experts,), _DENSE, int32),
+            empty((experts + 1,), _DENSE, int32),
+            empty((), (), int32),
+        )
         ticket = self._runtime.route(
             topk_idx.data_ptr(),
             topk_idx.element_size(),
@@ -193,7 +201,7 @@ class NvlinkBackend:
             stream,
         )
         if exact:
-            self._tickets[layout.data_ptr()] = self._last_ticket = ticket
+            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
         return made
 
     def dispatch(
@@ -206,20 +214,68 @@ class NvlinkBackend:
         num_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         stream = self._begin()
-        x = _aligned(x)
-        weights = weights if weights is None or weights.stride(1) == 1 else weights.contiguous()
-        scales = None if scales is None else scales.contiguous()
+        return self._move(x, weights, scales, layout, num_rows, stream, self._allocator())
+
+    def dispatch_fresh(
+        self,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        *,
+        max_rows: int,
+        align: int,
+    ) -> tuple[Tensor | None, ...]:
+        stream = self._begin()
+        stride, step = topk_idx.stride()
+        if step != 1:
+            topk_idx = topk_idx.contiguous()
+            stride = topk_idx.shape[1]
+        experts = self._num_local_experts
+        empty = self._allocator()
+        layout = empty((self.layout_size,), _DENSE, int32)
+        sizes = empty((2 * experts + 2,), _DENSE, int32)
+        routing = (topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr())
+        rows, row_weights, row_scales = self._move(
+            x, weights, scales, layout, max_rows, stream, empty, routing
+        )
+        counts = part(sizes, (experts,), _DENSE, 0)
+        offsets = part(sizes, (experts + 1,), _DENSE, experts)
+        return layout, counts, offsets, sizes, rows, row_weights, row_scales
+
+    def _move(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        num_rows: int | None,
+        stream: int,
+        empty: Empty,
+        routing: tuple[int, ...] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A dispatch; with ``routing`` the layout is made first, in the same call."""
+        x, address, x_stride = _aligned(x)
         num_tokens, hidden = x.shape
-        row_bytes = hidden * x.element_size()
-        num_scales = 0 if scales is None else scales.shape[1]
-        scale_bytes = 0 if scales is None else num_scales * scales.element_size()
+        weights_at = weights_stride = scales_at = num_scales = scale_bytes = 0
+        if weights is not None:
+            weights_stride, step = weights.stride()
+            if step != 1:
+                weights = weights.contiguous()
+                weights_stride = weights.shape[1]
+            weights_at = weights.data_ptr() or _EMPTY
+        if scales is not None:
+            scales = scales.contiguous()
+            num_scales = scales.shape[1]
+            scale_bytes = num_scales * scales.element_size()
+            scales_at = scales.data_ptr() or _EMPTY
         sent = (
-            x.data_ptr(),
-            x.stride(0) * x.element_size(),
-            row_bytes,
-            _address(weights),
-            0 if weights is None else weights.stride(0),
-            _address(scales),
+            address,
+            x_stride,
+            hidden * x.element_size(),
+            weights_at,
+            weights_stride,
+            scales_at,
             scale_bytes,
             scale_bytes,
             num_tokens,
@@ -229,14 +285,22 @@ class NvlinkBackend:
         if waits:
             self._runtime.publish(*sent, stream)
             num_rows = self._required_rows(layout, stream)
-        rows = x.new_empty(num_rows, hidden)
-        row_weights = None if weights is None else weights.new_empty(num_rows)
-        row_scales = None if scales is None else scales.new_empty(num_rows, num_scales)
-        received = (rows.data_ptr(), _address(row_weights), _address(row_scales), num_rows)
+        row_weights = row_scales = None
+        row_weights_at = row_scales_at = 0
+        rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
+        if weights is not None:
+            row_weights = empty((num_rows,), _DENSE, float32)
+            row_weights_at = row_weights.data_ptr() or _EMPTY
+        if scales is not None:
+            row_scales = empty((num_rows, num_scales), (num_scales, 1), scales.dtype)
+            row_scales_at = row_scales.data_ptr() or _EMPTY
+        received = (rows.data_ptr(), row_weights_at, row_scales_at, num_rows)
         if waits:
             self._runtime.pull(*received, stream)
-        else:
+        elif routing is None:
             self._runtime.dispatch(*sent, *received, stream)
+        else:
+            self._runtime.dispatch_fresh(*routing, *sent, *received, stream)
         return rows, row_weights, row_scales
 
     def combine(
@@ -249,16 +313,18 @@ class NvlinkBackend:
         num_tokens: int,
     ) -> tuple[Tensor, Tensor | None]:
         stream = self._begin()
-        rows = _aligned(rows.contiguous())
+        rows, address, row_bytes = _aligned(rows.contiguous())
         weights = None if weights is None else weights.contiguous()
         values = None if values is None else values.contiguous()
-        hidden = rows.shape[1]
-        y = rows.new_empty(num_tokens, hidden)
-        home_values = None if values is None else values.new_empty(num_tokens, self._topk)
+        empty, hidden = self._allocator(), rows.shape[1]
+        y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
+        home_values = None
+        if values is not None:
+            home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
         self._runtime.combine(
-            rows.data_ptr(),
+            address,
             _SUM_TYPES[rows.dtype],
-            hidden * rows.element_size(),
+            row_bytes,
             _address(weights),
             _address(values),
             y.data_ptr(),
@@ -311,12 +377,18 @@ def _stream_reader(device: torch.device) -> Callable[[], int]:
 
 def _address(tensor: Tensor | None) -> int:
     """0 means none, so an empty tensor, which has no address, gets one that nobody looks at."""
-    return 0 if tensor is None else tensor.data_ptr() or 16
+    return 0 if tensor is None else tensor.data_ptr() or _EMPTY
 
 
-def _aligned(x: Tensor) -> Tensor:
-    """Rows whose bytes follow each other and begin where a bulk copy can; x itself if they do."""
+def _aligned(x: Tensor) -> tuple[Tensor, int, int]:
+    """Rows whose bytes follow each other and begin where a bulk copy can: x itself if they do.
+
+    Returns:
+        tuple: the rows, their address, and the bytes from one to the next.
+    """
     stride, step = x.stride()
-    if step == 1 and (stride * x.element_size() | x.data_ptr()) % ROW_ALIGN == 0:
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
+    stride, address = stride * x.element_size(), x.data_ptr()
+    if step == 1 and (stride | address) % ROW_ALIGN == 0:
+        return x, address, stride
+    x = x.clone(memory_format=torch.contiguous_format)
+    return x, x.data_ptr(), x.shape[1] * x.element_size()

@@ -247,6 +247,19 @@ class TorchBackend:
 
     # ---- combine
 
+    def dispatch_fresh(
+        self,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        *,
+        max_rows: int,
+        align: int,
+    ) -> tuple[Tensor | None, ...]:
+        route = self.route(topk_idx, max_rows=max_rows, align=align)
+        return *route, *self.dispatch(x, weights, scales, route.layout, num_rows=max_rows)
+
     def combine(
         self,
         rows: Tensor,

@@ -54,10 +54,13 @@ class TimedBuffer(Buffer):
         return event
 
 
+_VERBS = ("route", "dispatch", "dispatch_fresh", "combine")
+
+
 class _TimedVerbs:
     def __init__(self, verbs: Any, timed: Callable[..., Any]) -> None:
         self._verbs, self._timed = verbs, timed
 
     def __getattr__(self, name: str) -> Any:
         attribute = getattr(self._verbs, name)
-        return self._timed(attribute) if name in ("route", "dispatch", "combine") else attribute
+        return self._timed(attribute) if name in _VERBS else attribute

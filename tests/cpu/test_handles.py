@@ -75,6 +75,15 @@ def check_replay(pool, case):
         same_bytes(got["y of the first"], y[rank], f"y of the first handle on rank {rank}")
 
 
+def test_no_rank_runs_ahead_of_one_it_gets_nothing_from(world):
+    tokens, calls = 40, 6
+    ahead, late = world(2).run(handles.one_way_replays, tokens, calls)
+    for call in range(calls):
+        x = torch.arange(tokens * 64).reshape(tokens, 64).bfloat16() + call
+        same_bytes(late[call], x, f"call {call}")
+        assert ahead[call].shape == (0, 64)
+
+
 def test_groups_beside_the_world(world):
     pair = Case("pair", num_ranks=2)
     everybody = Case("everybody", num_ranks=4, hidden=64, experts_per_rank=2, topk=3, seed=1)

@@ -1,10 +1,13 @@
 """How the nvlink backend is set up, or not, when a rank's GPU says no: a fake GPU on each rank."""
 
+import ctypes
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import hybrid_ep
+from hybrid_ep.backends import empty
 from tests.ranks import fake_nvlink
 
 NOT_PERMITTED = {
@@ -125,11 +128,64 @@ def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
     assert quiet.asked() == ["route", "publish", "required_rows", "pull"]
     assert out.rows.shape[0] == 24
     quiet.dispatch(max_rows=32)
-    assert quiet.asked() == ["route", "dispatch"]
+    assert quiet.asked() == ["dispatch_fresh"]
     quiet.dispatch(handle=out.handle)
     assert quiet.asked() == ["dispatch"]
     hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
     assert quiet.asked() == ["combine"]
+
+
+def test_the_sizes_of_a_fresh_dispatch_are_parts_of_one_small_tensor(quiet):
+    out = quiet.dispatch(max_rows=32)
+    handle, experts = out.handle, quiet.buffer.num_local_experts
+    told = (ctypes.c_int32 * (2 * experts + 2)).from_address(quiet.fake.sizes)
+    told[:] = range(2 * experts + 2)  # as the kernels do
+    assert out.counts.tolist() == list(range(experts))
+    assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
+    assert (handle.required_rows.shape, int(handle.required_rows)) == ((), 2 * experts + 1)
+    assert handle.counts is out.counts and handle.offsets is out.offsets
+    out.counts.zero_()  # all_reduce, say: nobody else's business
+    assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
+    assert handle.layout._version == out.offsets._version == 0
+    assert out.counts.untyped_storage().nbytes() == 4 * len(told), "counts keep the layout alive"
+
+
+@pytest.mark.parametrize("weighted", [True, False])
+def test_fresh_rows_with_and_without_weights_and_scales(quiet, weighted):
+    inputs = quiet.inputs
+    x = inputs.x if weighted else inputs.x.to(torch.float8_e4m3fn)
+    scales = torch.ones(x.shape[0], 1, dtype=torch.float16)
+    out = hybrid_ep.dispatch(
+        quiet.buffer,
+        x,
+        inputs.topk_idx.t().contiguous().t(),  # slots far apart
+        inputs.weights.t().contiguous().t() if weighted else None,
+        scales=None if weighted else scales,
+        max_rows=32,
+    )
+    assert (out.rows.shape, out.rows.dtype) == ((32, quiet.buffer.hidden), x.dtype)
+    assert (out.weights is not None, out.scales is None) == (weighted, weighted)
+    if weighted:
+        assert (out.weights.shape, out.weights.dtype) == ((32,), torch.float32)
+    else:
+        assert (out.scales.shape, out.scales.dtype) == ((32, 1), torch.float16)
+
+
+def test_memory_is_of_the_buffers_device_whichever_is_current(monkeypatch):
+    current = 1
+    quick = SimpleNamespace(_empty_strided_cuda=lambda shape, stride, dtype: f"cuda:{current}")
+    slow = SimpleNamespace(empty_strided=lambda *args, dtype, device: str(device))
+    monkeypatch.setattr(empty, "_quick", quick)
+    monkeypatch.setattr(empty.torch, "empty_strided", slow.empty_strided)
+    monkeypatch.setattr(empty.torch._C, "_cuda_getDevice", lambda: current, raising=False)
+    allocator = empty.empty_on(torch.device("cuda:1"))
+    assert allocator() is quick._empty_strided_cuda
+    current = 0
+    assert allocator()((2,), (1,), torch.int32) == "cuda:1"
+    monkeypatch.setattr(empty, "_quick", None)  # a torch without it
+    for device in ("cuda:1", "cpu"):
+        made = empty.empty_on(torch.device(device))()
+        assert made((2,), (1,), torch.int32) == device
 
 
 def test_a_call_waits_for_the_last_stream_if_it_was_another(quiet):

@@ -59,7 +59,7 @@ def test_regions_of_odd_sizes() -> None:
         "routing_inbox": 9984,  # 2 * 3 * (round_up(256 * 3 * 2) + round_up(24)) = 6 * (1536 + 128)
         "inbox": 37504,  # 130 * 3 * 96 = 37440, padded
         "value_inbox": 1664,  # 130 * 3 * 4 = 1560, padded
-        "flags": 12800,  # 3 * (round_up(2 * 256 + 9 + 1, 16) + 1) * 8, padded
+        "flags": 12800,  # 3 * (round_up(2 * 256 + 9 + 2, 16) + 1) * 8, padded
     }
 
 

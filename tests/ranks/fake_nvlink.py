@@ -31,12 +31,14 @@ class Fake:
         events: (call, time of the host's clock, which ranks share).
         num_rows: of every exact dispatch.
         left_behind: the fault of an earlier call.
+        sizes: where the last fresh dispatch with max_rows wants counts, offsets and required_rows.
     """
 
     fails: dict[str, str] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
     num_rows: int = 0
     left_behind: SimpleNamespace | None = None
+    sizes: int = 0
 
     RuntimeConfig = SimpleNamespace
     handle_words = 64
@@ -80,6 +82,10 @@ class Fake:
 
     def dispatch(self, *arguments: int) -> None:
         self.note("dispatch")
+
+    def dispatch_fresh(self, *arguments: int) -> None:
+        self.note("dispatch_fresh")
+        self.sizes = arguments[4]
 
     def combine(self, *arguments: int) -> None:
         self.note("combine")

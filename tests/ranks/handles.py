@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 from dataclasses import replace
 from typing import Any
@@ -101,6 +102,23 @@ def replay(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
     }
     buffer.destroy()
     return results
+
+
+def one_way_replays(me: Rank, tokens: int, how_many: int) -> list[Tensor]:
+    """Rank 0's tokens go to rank 1, which sends nothing, not to itself either, and is late.
+
+    Nothing but the library itself keeps rank 0 from being several calls ahead.
+    """
+    buffer = me.buffer(hidden=64, num_experts=2, max_tokens=tokens, topk=1)
+    x = torch.arange(tokens * 64, device=me.device).reshape(tokens, 64).bfloat16()
+    topk_idx = torch.ones(tokens, 1, dtype=torch.int64, device=me.device)
+    mine = tokens if me.rank == 0 else 0
+    handle = hybrid_ep.dispatch(buffer, x[:mine], topk_idx[:mine]).handle
+    if me.rank == 1:
+        time.sleep(0.05)
+    sent = [hybrid_ep.dispatch(buffer, x[:mine] + i, handle=handle) for i in range(how_many)]
+    buffer.destroy()
+    return [out.rows for out in sent]
 
 
 def subgroups(me: Rank, pair_case: Case, world_case: Case) -> dict[str, Any]:
