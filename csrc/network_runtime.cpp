@@ -151,6 +151,22 @@ void NetworkRuntime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uint
     pull(rows, row_weights, row_scales, num_rows, stream);
 }
 
+void NetworkRuntime::dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride,
+                                    int align, uintptr_t sizes, uintptr_t x, int64_t x_stride,
+                                    int row_bytes, uintptr_t weights, int64_t weights_stride,
+                                    uintptr_t scales, int64_t scales_stride, int scale_bytes,
+                                    int num_tokens, uintptr_t words, uintptr_t rows,
+                                    uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
+                                    uintptr_t stream) {
+    const int experts = context_.relay.world.num_local_experts;
+    const uintptr_t offsets = sizes + sizeof(int32_t) * experts;
+    const uintptr_t required_rows = offsets + sizeof(int32_t) * (experts + 1);
+    route(topk_idx, idx_bytes, idx_stride, num_tokens, align, num_rows, false, words, sizes,
+          offsets, required_rows, stream);
+    dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride, scale_bytes,
+             num_tokens, words, rows, row_weights, row_scales, num_rows, stream);
+}
+
 void NetworkRuntime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights,
                              uintptr_t values, uintptr_t y, uintptr_t home_values, int num_tokens,
                              uintptr_t words, uintptr_t stream) {

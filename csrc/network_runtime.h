@@ -59,6 +59,15 @@ class NetworkRuntime {
                   int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
                   uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
 
+    // A fresh dispatch whose `num_rows` bounds its rows: route, and both halves. `sizes` is one
+    // tensor for counts, offsets and required_rows, which follow each other.
+    void dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
+                        uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
+                        uintptr_t weights, int64_t weights_stride, uintptr_t scales,
+                        int64_t scales_stride, int scale_bytes, int num_tokens, uintptr_t words,
+                        uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
+                        int64_t num_rows, uintptr_t stream);
+
     void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
                  uintptr_t stream);

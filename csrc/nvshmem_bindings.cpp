@@ -83,6 +83,7 @@ PYBIND11_MODULE(_nvshmem, m) {
         .def("publish", &NetworkRuntime::publish)
         .def("pull", &NetworkRuntime::pull)
         .def("dispatch", &NetworkRuntime::dispatch)
+        .def("dispatch_fresh", &NetworkRuntime::dispatch_fresh)
         .def("combine", &NetworkRuntime::combine)
         .def("required_rows", &NetworkRuntime::required_rows,
              py::call_guard<py::gil_scoped_release>())
