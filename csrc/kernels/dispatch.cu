@@ -8,9 +8,7 @@
 //
 // Publishing and pulling are done by different warps of each block and do not wait for each other,
 // so no two ranks ever do. Only tokens that go to a peer are published, others come from x.
-// Publishing keeps just ahead of pulling, all through the call: it must not take the SM's stores
-// away from pulling while NVLink waits. The two may also be two launches, with the host's wait for
-// the number of rows between them.
+// The two may also be two launches, with the host's wait for the number of rows between them.
 #include "device/copy_walk.cuh"
 #include "device/flag.cuh"
 #include "device/ring.cuh"
@@ -28,14 +26,13 @@ using layout::Phase;
 // Warps: the walker looks up copies and waits until their sources have announced them; the loader
 // starts all bulk loads, the storer all stores of what has landed; the writers publish and the
 // herald announces, which takes microseconds; the sweepers zero the padding.
-constexpr int kWriters = 8, kSweepers = 2;
+constexpr int kWriters = 4, kSweepers = 2;
 enum Role { kWalker = 0, kLoader = 1, kStorer = 2, kHerald = 3, kFirstSweeper = 4 };
 constexpr int kFirstWriter = kFirstSweeper + kSweepers;
 constexpr int kThreads = (kFirstWriter + kWriters) * kWarp;
 
 constexpr int kJobs = 32;           // looked up and not stored yet
 constexpr int kSlotsRead = 4;       // the newest slots, which stores may still be reading
-constexpr int kLeadTokens = 32;     // of publishing before pulling
 constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way when it publishes
 
 // A slice of a copy: what to load, and where to store it.
@@ -56,8 +53,6 @@ struct Smem {
     Job job[kJobs];
     SlotHandover slots;
     uint32_t parcels_written[kWriters];  // of this block, so far
-    float progress;                      // of the walk over the copies
-    bool walker_waits;                   // for a peer
     bool failed;                         // a peer did not come: the call stays open
 };
 
@@ -99,10 +94,8 @@ class Walker {
             }
             next_job_ += __popc(have) * p_.slices.num_slices;
             __syncwarp();
-            if (lane_id() == 0) volatile_store(smem_.progress, walk_.progress());
         }
         if (lane_id() == 0) {
-            volatile_store(smem_.progress, 1.f);
             begin_job(next_job_).num_rows = Job::kEnd;
             smem_.jobs.filled(turn(next_job_));
         }
@@ -111,7 +104,6 @@ class Walker {
   private:
     __device__ bool await_announced(bool has_copy, const CopyWalk::Taken& mine) {
         const Stopwatch waiting(p_.context.trace);
-        if (lane_id() == 0) volatile_store(smem_.walker_waits, true);
         bool good = true;
         if (has_copy && publishes(p_)) {
             const int parcel = mine.copy.token / kParcelTokens;
@@ -122,7 +114,6 @@ class Walker {
         }
         good = __all_sync(kAllLanes, good);
         if (lane_id() == 0) {
-            volatile_store(smem_.walker_waits, false);
             if (!good) smem_.failed = true;
             waiting.note(Span::kAwaitRows, epoch_);
         }
@@ -325,24 +316,11 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
     }
 }
 
-// While the block pulls, its parcels follow: publishing all at once would hold up the pull.
-__device__ void keep_pace(const DispatchParams& p, const Smem& smem, int num_written) {
-    if (!p.pulls) return;
-    const auto* progress = static_cast<const volatile float*>(&smem.progress);
-    const auto* waits = static_cast<const volatile bool*>(&smem.walker_waits);
-    const float all = float(p.first_parcel) / gridDim.x + num_written;
-    const float due = float(layout::ceil_div(p.num_tokens, kParcelTokens)) / gridDim.x;
-    while ((all - *progress * due) * kParcelTokens > kLeadTokens && !*waits) {
-        __nanosleep(100);
-    }
-}
-
 __device__ void write_parcels(const DispatchParams& p, const layout::HandleView& handle, Smem& smem,
                               int writer, uint64_t epoch) {
     const Stopwatch writing(p.context.trace);
     int num_written = 0;
     for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
-        keep_pace(p, smem, num_written);
         write_rows(p, handle, writer, parcel, epoch);
         write_trailers(p, handle, writer, parcel, epoch);
         __threadfence_block();  // the herald's fence is for all
@@ -430,7 +408,6 @@ __device__ void give_up(int role, Smem& smem) {
     smem.failed = true;
     smem.job[0].num_rows = Job::kEnd;
     smem.jobs.filled(Turn{});
-    volatile_store(smem.progress, 1.f);
 }
 
 __device__ __forceinline__ void play(int role, const DispatchParams& p,
@@ -470,8 +447,6 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     if (threadIdx.x == 0) {
         smem.jobs.init(kJobs, 1);
         smem.slots.init(slots.size(), 1);
-        smem.progress = 0.f;
-        smem.walker_waits = false;
         smem.failed = has_fault(watch.state);
     }
     if (threadIdx.x < kWriters) smem.parcels_written[threadIdx.x] = 0;
