@@ -50,9 +50,6 @@ class CopyWalk {
         return true;
     }
 
-    // How far all that walk have come, 0 to 1.
-    __device__ float progress() const { return float(step_) / float(num_steps_); }
-
   private:
     static constexpr int kTakesOfShare = 8;  // a share is what is left for each
     static constexpr int kLeastTaken = 4;

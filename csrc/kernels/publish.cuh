@@ -1,0 +1,150 @@
+// Publishing, a part of dispatch.cu: my tokens become readable for my peers.
+//
+//   x[t], scales, weights --loads and stores--> outbox record [row | scales | weights]   writers
+//                                       parcel complete --> a flag in every peer          herald
+#pragma once
+
+#include "device/flag.cuh"
+#include "device/trace.cuh"
+#include "device/warp.cuh"
+#include "kernels/kernels.h"
+
+namespace hybrid_ep::kernels {
+
+using namespace device;
+using layout::kParcelTokens;
+
+constexpr int kWriters = 4;         // more would take the SM's stores away from pulling
+constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way
+
+struct PublishSmem {
+    uint32_t parcels_written[kWriters];  // of this block, so far
+};
+
+// A rank by itself has nobody to publish for, but its trailers take the way of all.
+__device__ __forceinline__ bool publishes(const DispatchParams& p) {
+    return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
+}
+
+__device__ uint64_t* flag_in(const DispatchParams& p, int owner, int source, int channel) {
+    return reinterpret_cast<uint64_t*>(p.context.peers.base[owner] +
+                                       p.context.buffer.flag(Phase::kDispatch, source, channel));
+}
+
+// The whole warp.
+__device__ void copy_row(char* to, const char* from, int bytes) {
+    const int count = bytes / 16;
+    auto* target = reinterpret_cast<uint4*>(to);
+    auto* source = reinterpret_cast<const uint4*>(from);
+    for (int first = lane_id(); first < count; first += kVectorsAtOnce * kWarp) {
+        uint4 vector[kVectorsAtOnce];
+#pragma unroll
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+            if (first + i * kWarp < count) vector[i] = __ldcs(source + first + i * kWarp);
+        }
+#pragma unroll
+        for (int i = 0; i < kVectorsAtOnce; ++i) {
+            if (first + i * kWarp < count) target[first + i * kWarp] = vector[i];
+        }
+    }
+}
+
+// The writer's rows of a parcel.
+__device__ void write_rows(const DispatchParams& p, const layout::HandleView& handle, int writer,
+                           int parcel, uint64_t epoch) {
+    const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
+    const bool travels = lane_id() < kParcelTokens && token < p.num_tokens &&
+                         (__ldg(&handle.home_copies[token]) & layout::HandleView::kTravels);
+    uint32_t left = __ballot_sync(kAllLanes, travels);
+    for (int turn = 0; left != 0; ++turn, left &= left - 1) {
+        if (turn % kWriters != writer) continue;
+        const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
+        copy_row(p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, mine),
+                 p.x + mine * p.x_stride, p.record.row_bytes);
+    }
+}
+
+// The writers' part of a parcel's trailers: scales as they are; weights by place (the order of the
+// token's distinct experts), those of repeated experts added, as the peers' rows refer to them.
+__device__ void write_trailers(const DispatchParams& p, const layout::HandleView& handle,
+                               int writer, int parcel, uint64_t epoch) {
+    const int64_t first = int64_t(parcel) * kParcelTokens;
+    const int count = int(min(int64_t(kParcelTokens), p.num_tokens - first));
+    const int64_t record_bytes = p.context.buffer.record_bytes;
+    char* trailers = p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, first) +
+                     p.record.scales_offset();
+
+    const bool wide = p.record.scale_bytes % 4 == 0 && p.scales_stride % 4 == 0;
+    const int step = wide ? 4 : 1, units = p.record.scale_bytes / step;
+#pragma unroll 4
+    for (int i = writer * kWarp + lane_id(); i < count * units; i += kWriters * kWarp) {
+        const int in_parcel = i / units, at = (i - in_parcel * units) * step;
+        const char* from = p.scales + (first + in_parcel) * p.scales_stride + at;
+        char* to = trailers + in_parcel * record_bytes + at;
+        if (wide) {
+            *reinterpret_cast<int*>(to) = __ldg(reinterpret_cast<const int*>(from));
+        } else {
+            *to = __ldg(from);
+        }
+    }
+    if (p.record.weight_bytes == 0) return;
+
+    const int topk = p.context.buffer.topk, per_step = kWarp / topk;
+    const int group = lane_id() / topk, slot = lane_id() % topk;
+    for (int base = writer * per_step; base < count; base += kWriters * per_step) {
+        const int in_parcel = base + group;
+        const int64_t token = first + in_parcel;
+        const bool active = group < per_step && in_parcel < count;
+        const float weight = active ? __ldg(&p.weights[token * p.weights_stride + slot]) : 0.f;
+        const int place = active ? handle.places[token * topk + slot] : -1;
+        float sum = 0.f;
+        for (int j = 0; j < topk; ++j) {
+            const int lane = min(group * topk + j, kWarp - 1);
+            const float other = __shfl_sync(kAllLanes, weight, lane);
+            if (__shfl_sync(kAllLanes, place, lane) == slot) sum = __fadd_rn(sum, other);
+        }
+        auto* weights =
+            reinterpret_cast<float*>(trailers + in_parcel * record_bytes +
+                                     p.record.weights_offset() - p.record.scales_offset());
+        if (active) weights[slot] = sum;
+    }
+}
+
+__device__ void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
+                              PublishSmem& smem, int writer, uint64_t epoch) {
+    const Stopwatch writing(p.context.trace);
+    int num_written = 0;
+    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
+        write_rows(p, handle, writer, parcel, epoch);
+        write_trailers(p, handle, writer, parcel, epoch);
+        __threadfence_block();  // the herald's fence is for all
+        __syncwarp();
+        ++num_written;
+        if (lane_id() == 0) volatile_store(smem.parcels_written[writer], uint32_t(num_written));
+    }
+    if (writer == 0 && lane_id() == 0) writing.note(Span::kPublishRows, epoch);
+}
+
+// The block's parcels in turn, as many at once as are written: a fence for the whole system takes
+// longer than writing a parcel.
+__device__ void announce_parcels(const DispatchParams& p, const PublishSmem& smem, uint64_t epoch) {
+    const auto& b = p.context.buffer;
+    const auto* written = static_cast<const volatile uint32_t*>(smem.parcels_written);
+    const uint64_t value = flag_value(epoch, p.record.signature());
+    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
+    int announced = 0;
+    while (parcel(announced) < p.end_parcel) {
+        const int ready = int(__reduce_min_sync(kAllLanes, written[lane_id() % kWriters]));
+        if (ready == announced) continue;
+        ptx::fence_system();
+        const int num_flags = (ready - announced) * b.num_ranks;
+        for (int i = lane_id(); i < num_flags; i += kWarp) {
+            const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
+            ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
+        }
+        announced = ready;
+        __syncwarp();
+    }
+}
+
+}  // namespace hybrid_ep::kernels
