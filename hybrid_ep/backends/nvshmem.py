@@ -12,7 +12,8 @@ Buffers are for the same ranks.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -177,7 +178,7 @@ class NvshmemBackend(nvlink.NvlinkBackend):
         self._remember(buffer)
         self._buffer = buffer
         self._topology = buffer.topology
-        self._runtime, self._part = None, None
+        self._runtime, self._end = None, None
         num_sms = min(buffer.gather(nvlink._num_sms(buffer.device)))
         sizes = network_config(buffer, num_sms)
         _heap.start(buffer, sizes.symmetric_bytes)
@@ -187,9 +188,12 @@ class NvshmemBackend(nvlink.NvlinkBackend):
         except RuntimeError as error:
             failure = str(error)
         self._raise_together(buffer.gather(failure))
-        self._part = _heap.take(buffer, self._runtime.symmetric_bytes)
+        number, address = _heap.take(buffer, self._runtime.symmetric_bytes)
+        # also where the Buffer is dropped
+        self._end = weakref.finalize(self, _give_back, self._runtime, number, address)
+        self._end.atexit = False
         try:
-            self._runtime.attach(self._map_node(self._part[1]), [])
+            self._runtime.attach(self._map_node(address), [])
         except RuntimeError as error:
             failure = str(error)
         self._raise_together(buffer.gather(failure))
@@ -217,17 +221,21 @@ class NvshmemBackend(nvlink.NvlinkBackend):
         )
 
     def destroy(self) -> None:
-        if self._runtime is None:
-            return
-        faulted = self._runtime.fault() is not None
-        self._runtime.destroy()
-        # after a fault, puts for this memory may be under way for ever
-        if self._part is not None and not faulted:
-            _heap.give_back(*self._part)
-        self._part = None
+        if self._end is not None:
+            self._end()
+        elif self._runtime is not None:
+            self._runtime.destroy()
 
     def reclaim(self) -> None:
         _heap.trim(self._buffer)
+
+
+def _give_back(runtime: Any, number: int, address: int) -> None:
+    """Once for each part of the heap; after a fault, puts for it may still be under way."""
+    faulted = runtime.fault() is not None
+    runtime.destroy()
+    if not faulted:
+        _heap.give_back(number, address)
 
 
 def network_config(buffer: Buffer, num_sms: int) -> object:

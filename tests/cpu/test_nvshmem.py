@@ -263,6 +263,8 @@ def test_Buffers_share_the_heap(world):
         assert asked["after it"] == [], "a part that all ranks gave back was not used again"
         assert asked["larger"] == ["allocate 32000"], "one rank alone gave a part back"
         assert asked["larger still"] == ["free", "free", "allocate 64000"]
+        assert asked["to be dropped"] == ["allocate 8000"]
+        assert asked["after one was dropped"] == [], "what is dropped is given back"
         assert asked["after a fault"] == ["allocate 32000"], "puts may still come for the old one"
         assert asked["release"] == ["destroy", "free"]
         assert asked["restore"] == ["NetworkRuntime", "allocate 32000", "attach"]

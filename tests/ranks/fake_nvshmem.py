@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -146,6 +147,11 @@ def share_the_heap(me: Rank) -> dict[str, Any]:
         fake.calls.clear()
         sixth.restore()
         asked["restore"] = [c.split(" [")[0] for c in fake.calls]
+        dropped = make(8, "to be dropped")
+        del dropped
+        gc.collect()
+        dropped = make(8, "after one was dropped")
+        dropped.destroy()
         pair = dist.new_group([0, 1])
         if me.rank < 2:
             sizes = {**CASE.on(2).sizes(), "device": "cuda:0", "backend": "nvshmem"}
