@@ -5,7 +5,8 @@
 #   benchmarks/run_host.sh [FOLDER]          default: host_results
 #
 # Environment: PYTHON, and to try the script on a small machine DEVICE=cpu RANKS="2" TOKENS HIDDEN
-# SMS. COMMIT names the code where there is no git.
+# SMS, and TESTS (arguments of pytest) and CALLS (of the stress). COMMIT names the code where there
+# is no git.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 out=${1:-host_results}
@@ -32,8 +33,9 @@ gpus=0
 step build 90 "$python" setup.py --quiet build_ext --inplace
 step check 60 "$python" -m hybrid_ep check --device "$device"
 if [ "$gpus" -gt 0 ]; then
-    step tests 200 "$python" -m pytest tests/gpu -q --tb=short
-    step stress 60 env HYBRID_EP_STRESS_CALLS=500 "$python" -m pytest tests/gpu/test_stress.py -q
+    # shellcheck disable=SC2086  # several arguments
+    step tests 200 "$python" -m pytest -q --tb=short ${TESTS:-tests/gpu}
+    step stress 60 env HYBRID_EP_STRESS_CALLS="${CALLS:-500}" "$python" -m pytest tests/gpu/test_stress.py -q
 fi
 for ranks in ${RANKS:-2 4 8}; do
     [ "$device" = cpu ] || [ "$ranks" -le "$gpus" ] || continue
