@@ -45,6 +45,9 @@ uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(p
 }  // namespace
 
 PYBIND11_MODULE(_nvshmem, m) {
+    m.attr("MAX_NODE_RANKS") = layout::kMaxNodeRanks;
+    m.attr("MAX_CHUNK_TOKENS") = layout::kMaxChunkTokens;
+
     py::class_<NetworkConfig>(m, "NetworkConfig", py::module_local())
         .def(py::init(&make_config), py::kw_only(), py::arg("device"), py::arg("rank"),
              py::arg("num_nodes"), py::arg("ranks_per_node"), py::arg("num_experts"),

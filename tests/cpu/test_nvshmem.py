@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep import Config, nvshmem_library
+from hybrid_ep import Config, limits, nvshmem_library
 from hybrid_ep.backends import nvlink, nvshmem
 from hybrid_ep.fabric import Port, network_environment
 from hybrid_ep.limits import beyond_nvshmem
@@ -67,6 +67,11 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
     regions = relay_regions(**shape, **payload, chunk_tokens=32, window=16)
     assert sum(regions.values()) == config.symmetric_bytes
     assert relay_handle_bytes(**shape) == 4 * config.handle_words
+
+
+def test_limits_are_those_of_the_extension(extension):
+    assert limits.MAX_NODE_RANKS == extension.MAX_NODE_RANKS
+    assert limits.MAX_CHUNK_TOKENS == extension.MAX_CHUNK_TOKENS
 
 
 def test_windows_do_not_grow_with_the_tokens_of_a_call():
