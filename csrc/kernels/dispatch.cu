@@ -101,6 +101,8 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
 
     // publishing needs what publish_routing wrote, pulling what assign_rows did
     ptx::await_kernel_before();
+    // the writers beside may have read cache lines early that assign_rows has written since
+    if (p.behind_routing) __threadfence();
     if (has_fault(p.context.watch.state)) return give_up(role, smem.pull);
     const Stopwatch pulling(p.context.trace);
     if (role == kWalker) {
