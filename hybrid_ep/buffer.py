@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_ep import round_trip
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
@@ -61,7 +62,10 @@ class Buffer:
     Raises:
         ValueError: an argument breaks a rule, or ranks disagree on one (then on all of them).
         OSError: no rank can read the file of the config.
-        RuntimeError: the backend asked for cannot run here; the text says what is missing.
+        RuntimeError: the backend asked for cannot run here; the text says what is missing. Or data
+            between two ranks are not what was sent: nvshmem tries every pair of ranks when the
+            first Buffer of these ranks is made.
+        PeerError: a rank did not answer then.
     """
 
     def __init__(
@@ -140,6 +144,8 @@ class Buffer:
         self.id = next(_next_id)
         _buffers[self.id] = self
         _log.info("%s", self.describe())
+        if self.backend == "nvshmem":
+            self._verify_peers()
 
     # ---- what a user asks a Buffer
 
@@ -280,6 +286,13 @@ class Buffer:
             raise RuntimeError("this hybrid_ep.Buffer was destroyed")
 
     # ---- construction
+
+    def _verify_peers(self) -> None:
+        try:
+            round_trip.verify_once(self, self._hosts)
+        except RuntimeError:  # a PeerError as well
+            self.destroy()
+            raise
 
     def _agree_on(self, settings: dict[str, Any]) -> None:
         everybody = self.gather(settings)
