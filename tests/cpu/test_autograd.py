@@ -126,7 +126,7 @@ def test_opcheck(alone, op, bound):
 
 
 def compiled_layer(buffer, bound, align=1):
-    def layer(x: Tensor, topk_idx: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    def layer(x, topk_idx, weights):  # bare: torch 2.6 cannot compile the making of tuple[...]
         out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, max_rows=bound, align=align)
         rows = torch.tanh(out.rows)
         y = hybrid_ep.combine(buffer, rows, out.handle, weights=out.weights)
