@@ -18,6 +18,10 @@ struct Turn {
     int at = 0;
     uint32_t parity = 0;
 
+    // Of the n-th entry that is used, where a lane takes another n than its neighbours.
+    static __device__ __forceinline__ Turn of(int n, int size) {
+        return {n % size, uint32_t(n / size) & 1};
+    }
     __device__ __forceinline__ void advance(int size) {
         if (++at == size) {
             at = 0;

@@ -1,7 +1,7 @@
 // Sums of rows, for both halves of combine: the walk says which rows and where the sum goes.
 //
-//   row_0, row_1, ... --TMA loads--> slots --add in fp32, in this order--> last slot --TMA store-->
-//   sum
+//   row_0, row_1, ... --TMA loads--> slots --add in fp32, in this order--> registers
+//   registers --round--> last slot --TMA store--> sum
 //
 // A slot holds a slice of one row. The adders of a ring keep the slice's sum in registers and put
 // it where its last term was. A sum starts with its first term (-0 + x is x, 0 + x is not), rounds

@@ -108,7 +108,7 @@ class Walker {
         smem_.jobs.filled(turn(at));
     }
 
-    __device__ static Turn turn(int job) { return {job % kJobs, uint32_t(job / kJobs) & 1}; }
+    __device__ static Turn turn(int job) { return Turn::of(job, kJobs); }
     __device__ Job& begin_job(int job) {
         smem_.jobs.await_free(turn(job));
         return smem_.job[job % kJobs];
