@@ -34,7 +34,8 @@ def check_counts(**counts: int) -> None:
             raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
 
 
-def beyond_nvlink(
+def beyond(
+    backend: str,
     *,
     num_nodes: int,
     ranks_per_node: int,
@@ -44,9 +45,10 @@ def beyond_nvlink(
     row_bytes: int,
     scale_bytes: int,
 ) -> list[str]:
-    """The limits of the nvlink backend that a shape exceeds, a clause each.
+    """The limits of a backend that a shape exceeds, a clause each.
 
     Args:
+        backend: ``"nvlink"`` or ``"nvshmem"``.
         num_nodes: nodes of the group.
         ranks_per_node: ranks that reach each other's memory.
         max_tokens: T.
@@ -58,69 +60,19 @@ def beyond_nvlink(
     Returns:
         list[str]: rule and value of each; empty where the shape fits.
     """
-    beyond = [f"it serves one node, the ranks are on {num_nodes}"] if num_nodes > 1 else []
-    return beyond + _beyond(
-        {"the number of ranks": (ranks_per_node, MAX_RANKS)},
-        num_ranks=num_nodes * ranks_per_node,
-        max_tokens=max_tokens,
-        topk=topk,
-        num_experts=num_experts,
-        row_bytes=row_bytes,
-        scale_bytes=scale_bytes,
-    )
-
-
-def beyond_nvshmem(
-    *,
-    num_nodes: int,
-    ranks_per_node: int,
-    max_tokens: int,
-    topk: int,
-    num_experts: int,
-    row_bytes: int,
-    scale_bytes: int,
-) -> list[str]:
-    """The limits of the nvshmem backend that a shape exceeds, a clause each.
-
-    Args:
-        num_nodes: nodes of the group.
-        ranks_per_node: ranks that reach each other's memory.
-        max_tokens: T.
-        topk: K.
-        num_experts: E, over all ranks.
-        row_bytes: bytes of a row of the widest payload, without scales.
-        scale_bytes: bytes of scales per token.
-
-    Returns:
-        list[str]: rule and value of each; empty where the shape fits.
-    """
-    return _beyond(
-        {
-            "the number of ranks": (num_nodes * ranks_per_node, MAX_NETWORK_RANKS),
+    num_ranks = num_nodes * ranks_per_node
+    exceeded = []
+    if backend == "nvlink":
+        if num_nodes > 1:
+            exceeded.append(f"it serves one node, the ranks are on {num_nodes}")
+        ranks = {"the number of ranks": (ranks_per_node, MAX_RANKS)}
+    else:
+        ranks = {
+            "the number of ranks": (num_ranks, MAX_NETWORK_RANKS),
             "ranks_per_node": (ranks_per_node, MAX_NODE_RANKS),
-        },
-        num_ranks=num_nodes * ranks_per_node,
-        max_tokens=max_tokens,
-        topk=topk,
-        num_experts=num_experts,
-        row_bytes=row_bytes,
-        scale_bytes=scale_bytes,
-    )
-
-
-def _beyond(
-    ranks: dict[str, tuple[int, int]],
-    *,
-    num_ranks: int,
-    max_tokens: int,
-    topk: int,
-    num_experts: int,
-    row_bytes: int,
-    scale_bytes: int,
-) -> list[str]:
-    beyond = []
+        }
     if row_bytes % ROW_ALIGN:
-        beyond.append(f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes}")
+        exceeded.append(f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes}")
     most = {
         **ranks,
         "topk": (topk, MAX_TOPK),
@@ -129,9 +81,9 @@ def _beyond(
         "scale_bytes": (scale_bytes, MAX_SCALE_BYTES),
         "ranks * max_tokens * topk": (num_ranks * max_tokens * topk, MAX_ROWS),
     }
-    beyond += [
+    exceeded += [
         f"{name} must be at most {limit}, got {value}"
         for name, (value, limit) in most.items()
         if value > limit
     ]
-    return beyond
+    return exceeded

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
-from hybrid_ep.limits import ROW_ALIGN, beyond_nvlink, beyond_nvshmem, check_counts, round_up
+from hybrid_ep.limits import ROW_ALIGN, beyond, check_counts, round_up
 from hybrid_ep.network_window import (
     NETWORK_CHANNELS,
     NETWORK_CHUNK_TOKENS,
@@ -285,7 +285,8 @@ def make_plan(
             round_up(sum_bytes, 16),
             [_bound("SM loads", loads, sm_gbs)],
         ),
-        beyond=(beyond_nvlink if num_nodes == 1 else beyond_nvshmem)(
+        beyond=beyond(
+            "nvlink" if num_nodes == 1 else "nvshmem",
             num_nodes=num_nodes,
             ranks_per_node=ranks_per_node,
             max_tokens=tokens,

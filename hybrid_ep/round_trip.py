@@ -2,7 +2,8 @@
 
 Each rank sends each rank a token with a pattern of its own, and the rank sends it home again: the
 verbs that training uses, over every pair of ranks. A network that loses or mixes up bytes is found
-before the first step, by the names of the ranks between which it does.
+before the first step, by the names of the ranks between which it does. ``hybrid-ep check`` tests
+more, with Buffers of its own; this is about the one that is being made.
 """
 
 from __future__ import annotations

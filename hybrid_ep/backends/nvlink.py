@@ -22,7 +22,7 @@ from torch import Tensor, float32, int32
 from hybrid_ep.backends import Route
 from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.errors import PeerError
-from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond_nvlink
+from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond
 from hybrid_ep.trace import Event
 
 if TYPE_CHECKING:
@@ -43,17 +43,35 @@ _EMPTY = 16  # the address of an empty tensor that is there: 0 means none
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 
+def load_extension() -> None:
+    """Make sure of ``hybrid_ep._nvlink``.
+
+    Raises:
+        ImportError: it is not there; the text says why.
+    """
+    if _nvlink is None:
+        raise ImportError(f"the extension hybrid_ep._nvlink is not there ({_import_error})")
+
+
 def unavailable_reason(buffer: Buffer) -> str | None:
     """What this rank lacks for the nvlink backend, as a sentence; None if nothing."""
+    return what_is_lacking("nvlink", buffer, load_extension)
+
+
+def what_is_lacking(backend: str, buffer: Buffer, load: Callable[[], None]) -> str | None:
+    """What a backend of CUDA kernels lacks on this rank; ``load`` gets its extension."""
     if buffer.device.type != "cuda":
         return f"it needs a CUDA device, the Buffer is on {buffer.device}"
-    if _nvlink is None:
-        return f"the extension hybrid_ep._nvlink is not there ({_import_error})"
+    try:
+        load()
+    except ImportError as error:
+        return str(error)
     capability = torch.cuda.get_device_capability(buffer.device)
     if capability < MIN_CAPABILITY:
         needed, found = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
         return f"it needs compute capability {needed} (Hopper) or newer, the GPU has {found}"
-    beyond = beyond_nvlink(
+    exceeded = beyond(
+        backend,
         num_nodes=buffer.topology.num_nodes,
         ranks_per_node=buffer.topology.ranks_per_node,
         max_tokens=buffer.max_tokens,
@@ -62,7 +80,7 @@ def unavailable_reason(buffer: Buffer) -> str | None:
         row_bytes=buffer.hidden * buffer.dtype.itemsize,
         scale_bytes=buffer.scale_bytes,
     )
-    return "; ".join(beyond) or None
+    return "; ".join(exceeded) or None
 
 
 class NvlinkBackend:

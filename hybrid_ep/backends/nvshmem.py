@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from hybrid_ep.backends import nvlink
 from hybrid_ep.fabric import nccl_files, network_environment, read_ports
-from hybrid_ep.limits import MIN_CAPABILITY, beyond_nvshmem, round_up
+from hybrid_ep.limits import round_up
 from hybrid_ep.network_window import network_window
 from hybrid_ep.nvshmem_library import load_host_library
 
@@ -60,26 +60,7 @@ def load_extension() -> None:
 
 def unavailable_reason(buffer: Buffer) -> str | None:
     """What this rank lacks for the nvshmem backend, as a sentence; None if nothing."""
-    if buffer.device.type != "cuda":
-        return f"it needs a CUDA device, the Buffer is on {buffer.device}"
-    try:
-        load_extension()
-    except ImportError as error:
-        return str(error)
-    capability = torch.cuda.get_device_capability(buffer.device)
-    if capability < MIN_CAPABILITY:
-        needed, found = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
-        return f"it needs compute capability {needed} (Hopper) or newer, the GPU has {found}"
-    beyond = beyond_nvshmem(
-        num_nodes=buffer.topology.num_nodes,
-        ranks_per_node=buffer.topology.ranks_per_node,
-        max_tokens=buffer.max_tokens,
-        topk=buffer.topk,
-        num_experts=buffer.num_experts,
-        row_bytes=buffer.hidden * buffer.dtype.itemsize,
-        scale_bytes=buffer.scale_bytes,
-    )
-    return "; ".join(beyond) or None
+    return nvlink.what_is_lacking("nvshmem", buffer, load_extension)
 
 
 class Heap:

@@ -282,7 +282,10 @@ def test_Megatron_Bridge_1948_the_group_counts_not_the_environment(alone, monkey
     assert (topology.rank, topology.num_ranks, topology.ranks_per_node) == (0, 1, 1)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="nvlink may run here")
+@pytest.mark.skipif(
+    torch.cuda.is_available(),
+    reason="a GPU is here, so nvlink may run; the test is of a machine where it cannot",
+)
 def test_Automodel_2789_backend_is_not_replaced(alone):
     with pytest.raises(RuntimeError, match="the nvlink backend cannot run: rank 0: "):
         alone.buffer(**{**CASE.sizes(), "backend": "nvlink"})

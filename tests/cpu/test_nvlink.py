@@ -218,5 +218,7 @@ def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
 
 
 def test_slime_nothing_to_free_needs_no_gpu():
-    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    extension = pytest.importorskip(
+        "hybrid_ep._nvlink", reason="hybrid_ep._nvlink was not built: that takes nvcc"
+    )
     extension.free_unread_memory()

@@ -13,7 +13,7 @@ import pytest
 from hybrid_ep import Config, limits, nvshmem_library
 from hybrid_ep.backends import nvlink, nvshmem
 from hybrid_ep.fabric import Port, network_environment
-from hybrid_ep.limits import beyond_nvshmem
+from hybrid_ep.limits import beyond
 from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.topology import ranks_of_a_host
 from tests.ranks import fake_nvshmem
@@ -25,7 +25,7 @@ SIZES = {"channels": 8, "queue_depth": 128, "heap_bytes": 1 << 30}
 @pytest.fixture
 def extension():
     if importlib.util.find_spec("hybrid_ep._nvshmem") is None:
-        pytest.skip("the extension is not built here")
+        pytest.skip("hybrid_ep._nvshmem was not built: that takes nvcc and NVSHMEM")
     nvshmem.load_extension()
     return nvshmem._nvshmem
 
@@ -129,19 +129,19 @@ def test_a_failure_of_NVSHMEM_is_an_exception(extension):
     import torch
 
     if torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
+        pytest.skip("a GPU is here, and the text under test is for machines without one")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert "NVSHMEM found no GPU to start on" in done.stdout, done.stderr
 
 
 def test_limits_are_said_by_name():
     shape = {"max_tokens": 16, "topk": 2, "num_experts": 66, "row_bytes": 64, "scale_bytes": 0}
-    assert beyond_nvshmem(num_nodes=2, ranks_per_node=3, **shape) == []
-    assert beyond_nvshmem(num_nodes=128, ranks_per_node=8, **shape) == []
-    assert beyond_nvshmem(num_nodes=129, ranks_per_node=8, **shape) == [
+    assert beyond("nvshmem", num_nodes=2, ranks_per_node=3, **shape) == []
+    assert beyond("nvshmem", num_nodes=128, ranks_per_node=8, **shape) == []
+    assert beyond("nvshmem", num_nodes=129, ranks_per_node=8, **shape) == [
         "the number of ranks must be at most 1024, got 1032"
     ]
-    assert beyond_nvshmem(num_nodes=1, ranks_per_node=33, **shape) == [
+    assert beyond("nvshmem", num_nodes=1, ranks_per_node=33, **shape) == [
         "ranks_per_node must be at most 32, got 33"
     ]
 
@@ -212,7 +212,7 @@ def cuobjdump():
     wheel = Path(nvshmem_library.find_home({}) or "/", "..", "cu13", "bin", "cuobjdump")
     found = shutil.which("cuobjdump") or (str(wheel) if wheel.exists() else None)
     if found is None:
-        pytest.skip("there is no cuobjdump here")
+        pytest.skip("no cuobjdump to look into the extension with (pip: nvidia-cuda-cuobjdump)")
     return found
 
 

@@ -55,7 +55,7 @@ MODULES = (machine.EXTENSION, machine.NETWORK_EXTENSION)
 def built(module: str) -> Path:
     path = machine._find_extension(module)
     if path is None:
-        pytest.skip(f"{module} is not built here")
+        pytest.skip(f"{module} was not built: that takes nvcc, and NVSHMEM for the network's")
     return Path(path)
 
 

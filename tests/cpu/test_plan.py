@@ -66,7 +66,9 @@ def test_regions_of_odd_sizes() -> None:
 @pytest.mark.parametrize("tokens", [1, 130, 4096])
 @pytest.mark.parametrize(("ranks", "experts_per_rank", "topk"), [(1, 3, 1), (3, 5, 7), (64, 4, 8)])
 def test_sizes_are_those_of_the_extension(tokens, ranks, experts_per_rank, topk) -> None:
-    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    extension = pytest.importorskip(
+        "hybrid_ep._nvlink", reason="hybrid_ep._nvlink was not built: that takes nvcc"
+    )
     experts, hidden = ranks * experts_per_rank, 2880
     regions = symmetric_regions(
         ranks_per_node=ranks,
@@ -334,13 +336,15 @@ def test_names_the_limits_that_a_shape_exceeds(changes: dict, says: list[str]) -
 
 
 def test_limits_are_those_of_the_extension() -> None:
-    extension = pytest.importorskip("hybrid_ep._nvlink", reason="the extension is not built here")
+    extension = pytest.importorskip(
+        "hybrid_ep._nvlink", reason="hybrid_ep._nvlink was not built: that takes nvcc"
+    )
     assert (limits.MAX_RANKS, limits.MAX_TOPK) == (extension.MAX_RANKS, extension.MAX_TOPK)
 
 
 def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
     shape = {"num_nodes": 1, "ranks_per_node": 2, "max_tokens": 1, "topk": 1, "num_experts": 2}
-    beyond = limits.beyond_nvlink(**shape, row_bytes=24, scale_bytes=0)
+    beyond = limits.beyond("nvlink", **shape, row_bytes=24, scale_bytes=0)
     assert beyond == ["rows must be a multiple of 16 bytes, got 24"]
 
 
