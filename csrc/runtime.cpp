@@ -176,42 +176,32 @@ void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights
                       uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
                       uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    kernels::PushSumsParams push{};
-    push.context = context();
-    push.type = kernels::SumType(type);
-    push.row_bytes = row_bytes;
-    push.rows = at<char>(rows);
-    push.weights = at<float>(weights);
-    push.values = at<float>(values);
-    push.num_blocks = config_.num_sms_combine;
-    push.slices = layout::SliceLayout::make(row_bytes, layout::kMostSumBytes);
-    push.ring = layout::sum_ring(push.slices);
-    push.words = at<int32_t>(words);
-    kernels::launch_push_sums(push, to_stream(stream));
-
-    kernels::SumAtHomeParams home{};
-    home.context = push.context;
-    home.type = push.type;
-    home.row_bytes = row_bytes;
-    home.y = at<char>(y);
-    home.values = at<float>(home_values);
-    home.num_tokens = num_tokens;
-    home.num_blocks = config_.num_sms_combine;
-    home.slices = push.slices;
-    home.ring = push.ring;
-    home.words = at<int32_t>(words);
-    kernels::launch_sum_at_home(home, to_stream(stream));
+    kernels::CombineParams p{};
+    p.context = context();
+    p.type = kernels::SumType(type);
+    p.row_bytes = row_bytes;
+    p.rows = at<char>(rows);
+    p.weights = at<float>(weights);
+    p.values = at<float>(values);
+    p.y = at<char>(y);
+    p.home_values = at<float>(home_values);
+    p.num_tokens = num_tokens;
+    p.num_blocks = config_.num_sms_combine;
+    p.slices = layout::SliceLayout::make(row_bytes, layout::kMostSumBytes);
+    p.ring = layout::sum_ring(p.slices);
+    p.words = at<int32_t>(words);
+    kernels::launch_combine(p, to_stream(stream));
 }
 
 int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     if (peer < 0 || peer >= config_.num_ranks) throw std::runtime_error("no such peer");
-    const int64_t half = (buffer_.values_offset - buffer_.inbox_offset) / 2 / 128 * 128;
+    const int64_t half = (buffer_.routing_offset - buffer_.outbox_offset) / 2 / 128 * 128;
     const auto slices = layout::SliceLayout::make(buffer_.inbox_row_bytes, config_.slice_bytes);
     const char* source = memory_->peers().base[push ? config_.rank : peer];
     kernels::CopyPeerParams p{};
-    p.from = source + buffer_.inbox_offset;
-    p.to = memory_->peers().base[push ? peer : config_.rank] + buffer_.inbox_offset + half;
+    p.from = source + buffer_.outbox_offset;
+    p.to = memory_->peers().base[push ? peer : config_.rank] + buffer_.outbox_offset + half;
     p.num_bytes = std::min(num_bytes, half) / layout::kBulkAlign * layout::kBulkAlign;
     p.num_blocks = num_sms;
     p.ring = layout::move_ring(slices, {buffer_.inbox_row_bytes, 0, 0});

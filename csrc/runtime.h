@@ -68,9 +68,9 @@ class Runtime {
                  uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
                  uintptr_t stream);
 
-    // For the bench alone: moves the first half of an inbox (the peer's, or mine with `push`) to
+    // For the bench alone: moves the first half of an outbox (the peer's, or mine with `push`) to
     // the second half of the other rank's, with the ring of dispatch. Returns the number of bytes
-    // moved, at most `num_bytes`. It overwrites the inbox: no rank may be in a call, before or
+    // moved, at most `num_bytes`. It overwrites the outbox: no rank may be in a call, before or
     // after.
     int64_t copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream);
 

@@ -30,7 +30,8 @@ struct Mail {
 struct DeviceState {
     uint64_t epoch[3];  // calls finished, by phase
     uint32_t blocks_done;
-    uint32_t steps_taken;  // of the walk over the copies of the call (device/copy_walk.cuh)
+    uint32_t steps_taken;   // of the walk over the copies of the call (device/copy_walk.cuh)
+    uint32_t tokens_taken;  // of the sums at home
     uint32_t faulted;
 };
 

@@ -40,15 +40,17 @@ def symmetric_regions(
     ranks, tokens = ranks_per_node, max_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
-    flags = round_up(2 * MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 2, 16)  # of a source
+    flags = round_up(MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 3, 16)  # of a source
+    fanout = min(topk, ranks - 1)  # other ranks that a token goes to
     experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
     regions = {
         "outbox": 2 * tokens * round_up(record, 128),  # each record begins a cache line
         "routing_inbox": 2 * ranks * (experts + chunk_counts),
-        "inbox": tokens * min(topk, ranks) * round_up(hidden * max(2, itemsize), 16),
+        "inbox": tokens * fanout * round_up(hidden * max(2, itemsize), 16),
         "value_inbox": tokens * topk * 4,
         "flags": ranks * (flags + 1) * 8,
+        "sum_flags": tokens * fanout * 8,
     }
     return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
 
@@ -58,11 +60,20 @@ def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> 
     return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
 
 
-def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, topk: int) -> int:
+def handle_bytes(
+    *,
+    num_ranks: int,
+    num_local_experts: int,
+    max_tokens: int,
+    topk: int,
+    has_inbox: bool = True,
+) -> int:
     """Bytes of a live handle's layout on the nvlink backend: the worst case, whatever the routing.
 
     In int32 words: a header, each source's first copy, counts and offsets, 4 per possible copy, 1
-    per possible row, and per token a byte for its ranks and one per slot. Sections are padded to 4.
+    per possible row; per token a word for its own copy, 2 bytes per other rank it may go to (if
+    their sums come home through an inbox), a byte for how many, and one per slot. Sections are
+    padded to 4.
     """
     copies = num_ranks * max_tokens
     words = 16
@@ -72,6 +83,8 @@ def handle_bytes(*, num_ranks: int, num_local_experts: int, max_tokens: int, top
         num_local_experts + 1,
         4 * copies,
         copies * min(topk, num_local_experts),
+        max_tokens,
+        -(-max_tokens * min(topk, num_ranks - 1) // 2) if has_inbox else 0,
         -(-max_tokens // 4),
         -(-max_tokens * topk // 4),
     ):

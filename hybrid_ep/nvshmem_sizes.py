@@ -57,7 +57,7 @@ def relay_regions(
         itemsize=itemsize,
         scale_bytes=scale_bytes,
     )
-    del world["inbox"]  # sums pass through windows
+    del world["inbox"], world["sum_flags"]  # sums pass through windows
     window = min(window, -(-max_tokens // chunk_tokens))
     slots = num_nodes * window
     tokens = slots * chunk_tokens
@@ -89,6 +89,7 @@ def relay_handle_bytes(
         num_local_experts=num_local_experts,
         max_tokens=max_tokens,
         topk=topk,
+        has_inbox=False,
     )
     words //= 4
     for section in (-(-max_tokens * topk // 2), num_nodes * max_tokens):

@@ -29,7 +29,7 @@ SPANS = (
     ("dispatch", "send rows"),
     ("combine", "forward sums"),
 )
-_WAITS_FOR_ALL = (1, 5, 9)  # by these the ranks are put on one clock
+_WAITS_FOR_ALL = (1, 5)  # by these the ranks are put on one clock
 
 
 class Event(NamedTuple):

@@ -106,7 +106,7 @@ __device__ inline bool is_last_block(DeviceState* state) {
         __threadfence();
         last = atomicAdd(&state->blocks_done, 1u) == gridDim.x - 1;
         if (last) {
-            state->blocks_done = state->steps_taken = 0;
+            state->blocks_done = state->steps_taken = state->tokens_taken = 0;
             __threadfence();
         }
     }

@@ -35,10 +35,11 @@ template <int kMostEntries>
 struct Handover {
     uint64_t filled_[kMostEntries], free_[kMostEntries];
 
-    // One thread, before a barrier of the block; `users` is how often freed() is called an entry.
-    __device__ void init(int size, int users) {
+    // One thread, before a barrier of the block: how often freed() is called an entry, and
+    // filled().
+    __device__ void init(int size, int users, int fillers = 1) {
         for (int i = 0; i < size; ++i) {
-            ptx::mbarrier_init(&filled_[i], 1);
+            ptx::mbarrier_init(&filled_[i], fillers);
             ptx::mbarrier_init(&free_[i], users);
         }
         ptx::fence_mbarrier_init();
@@ -66,8 +67,8 @@ struct Handover {
     __device__ __forceinline__ void await_filled(const Turn& turn) {
         ptx::mbarrier_wait(&filled_[turn.at], turn.parity);
     }
-    __device__ __forceinline__ bool is_filled(const Turn& turn) {
-        return ptx::mbarrier_test(&filled_[turn.at], turn.parity);
+    __device__ __forceinline__ bool is_filled_within(const Turn& turn, uint32_t ns) {
+        return ptx::mbarrier_wait_for(&filled_[turn.at], turn.parity, ns);
     }
     __device__ __forceinline__ void freed(int entry) { ptx::mbarrier_arrive(&free_[entry]); }
 };

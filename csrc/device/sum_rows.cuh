@@ -1,13 +1,16 @@
-// Sums of rows, for both halves of combine: the walk says which rows and where the sum goes.
+// Sums of rows: the walk says which rows and where the sum goes.
 //
-//   row_0, row_1, ... --TMA loads--> slots --add in fp32, in this order--> registers
-//   registers --round--> last slot --TMA store--> sum
+//   own rows, sums of others --TMA loads--> slots --add in fp32, in order--> registers load_terms
+//   registers --round, ordinary stores--> where the sum goes Adder a flag says that it has come
+//   announce_sums
 //
-// A slot holds a slice of one row. The adders of a ring keep the slice's sum in registers and put
-// it where its last term was. A sum starts with its first term (-0 + x is x, 0 + x is not), rounds
-// each product before adding it, and is rounded once at the end, as the torch backend does.
+// A slot holds a slice of one term, the adders of a ring keep the slice's sum in registers. A sum
+// starts with its first term (0 + x is not always x), rounds each product before adding it, and is
+// rounded once at the end, as the torch backend does. Sums leave by ordinary stores: a bulk store
+// over NVLink would hold up the bulk loads behind it.
 #pragma once
 
+#include "device/flag.cuh"
 #include "device/ring.cuh"
 #include "device/vector.cuh"
 
@@ -17,163 +20,262 @@ constexpr int kAdderWarps = 7;  // of a ring
 constexpr int kAdders = kAdderWarps * kWarp;
 constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes, an adder's share
 
-// One sum, in lane i its i-th row (i < num_rows); no rows make a sum of zero.
-struct SumJob {
-    int num_rows;
-    const char* row;
-    float weight;
-    char* sum;
+// What is added, and where the sum goes. My own rows make a sum of their own, zero if there are
+// none. If there are sums of other ranks, it is rounded and added among them.
+struct Sum {
+    char* to;          // null: there is no more
+    uint64_t* flag;    // tells its home that it has come; null: nobody waits
+    int num_rows;      // mine
+    int num_sums;      // of other ranks
+    int place_of_own;  // so many of these come before mine; -1: it is not added
 };
 
-// Behind a slot: a slice of a row. Only the first of a sum says what becomes of it.
+// Behind a slot: the same for all terms of a sum, but for the weight.
 struct TermHeader {
     float weight;
-    int num_terms;  // kEnd: there is no more; 0: a sum without terms, nothing was loaded
     int bytes;
-    char* sum;  // where the finished slice goes
-
-    static constexpr int kEnd = -1;
+    Sum sum;  // of the slice
 };
 static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
-// One warp: loads the terms of sum after sum. `Walk::next(SumJob&)` is called by the whole warp.
+// A ring's part of shared memory.
+struct SumSmem {
+    static constexpr uint32_t kFlags = 32;
+    static constexpr uint32_t kAll = 1u << 31;
+
+    SlotHandover slots;
+    uint64_t* flags[kFlags];           // of sums that are stored, and not announced
+    uint32_t num_stored[kAdderWarps];  // sums with flags, so far; kAll as well: there is no more
+    uint32_t num_announced;            // of these
+
+    // One thread, before a barrier of the block.
+    __device__ void init(int num_slots) {
+        slots.init(num_slots, kAdderWarps);
+        for (uint32_t& num : num_stored) num = 0;
+        num_announced = 0;
+    }
+};
+
+// One warp: loads the terms of sum after sum. `Walk::next` is called by the whole warp and fills
+// in the sum and, for lane i, where its i-th term is, with which weight.
 template <typename Walk>
-__device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SlotHandover& handover,
+__device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SumSmem& smem,
                                            const layout::SliceLayout& slices, int row_bytes) {
     Turn turn;
-    SumJob job;
-    while (walk.next(job)) {
-        const int num_terms = max(job.num_rows, 1);
+    TermHeader header;
+    const char* term;
+    while (walk.next(header.sum, term, header.weight)) {
+        const Sum sum = header.sum;
+        const int num_terms = sum.num_rows + sum.num_sums, num_slots = max(num_terms, 1);
         for (int slice = 0; slice < slices.num_slices; ++slice) {
             const int offset = slice * slices.slice_bytes;
-            const int bytes = min(slices.slice_bytes, row_bytes - offset);
-            for (int i = 0; i < num_terms; ++i) {
-                handover.await_free(turn);
+            header.bytes = min(slices.slice_bytes, row_bytes - offset);
+            header.sum.to = sum.to + offset;
+            header.sum.flag = slice + 1 == slices.num_slices ? sum.flag : nullptr;
+            for (int i = 0; i < num_slots; ++i) {
+                smem.slots.await_free(turn);
                 if (lane_id() == i) {
-                    slots.header<TermHeader>(turn.at) = {job.weight, job.num_rows, bytes,
-                                                         job.sum + offset};
-                    handover.filled_by(turn, job.num_rows > 0 ? bytes : 0);
-                    if (job.num_rows > 0) {
-                        ptx::bulk_load(slots.bytes(turn.at), job.row + offset, bytes,
-                                       handover.barrier(turn));
+                    slots.header<TermHeader>(turn.at) = header;
+                    smem.slots.filled_by(turn, num_terms > 0 ? header.bytes : 0);
+                    if (num_terms > 0) {
+                        ptx::bulk_load(slots.bytes(turn.at), term + offset, header.bytes,
+                                       smem.slots.barrier(turn));
                     }
                 }
                 turn.advance(slots.size());
             }
         }
     }
-    handover.await_free(turn);
+    smem.slots.await_free(turn);
     if (lane_id() == 0) {
-        slots.header<TermHeader>(turn.at).num_terms = TermHeader::kEnd;
-        handover.filled(turn);
+        slots.header<TermHeader>(turn.at).sum.to = nullptr;
+        smem.slots.filled(turn);
     }
 }
 
-// The adders of a ring, kAdderWarps of them; `barrier` is a named barrier of their own.
+// The adders of a ring, kAdderWarps of them.
 template <typename T, bool kWeighted>
 class Adder {
   public:
-    __device__ Adder(const Slots& slots, SlotHandover& handover, int adder, int barrier)
-        : slots_(slots), handover_(handover), adder_(adder), barrier_(barrier) {}
+    __device__ Adder(const Slots& slots, SumSmem& smem, int adder)
+        : slots_(slots), smem_(smem), adder_(adder) {}
 
     __device__ void run() {
         while (true) {
-            handover_.await_filled(turn_);
-            const TermHeader header = slots_.header<TermHeader>(turn_.at);
-            if (header.num_terms == TermHeader::kEnd) break;
-            bytes_ = header.bytes;
-            begin(header.num_terms == 0 ? 0.f : -0.f);
-            for (int left = header.num_terms - 1; left > 0; --left) {
-                add();
-                free_slot(turn_.at);
-                free_stored<0>();
-                turn_.advance(slots_.size());
-                handover_.await_filled(turn_);
-            }
-            if (header.num_terms > 0) add();
-            store(header.sum);
-            turn_.advance(slots_.size());
+            smem_.slots.await_filled(turn_);
+            const Sum& sum = header().sum;
+            if (sum.to == nullptr) break;
+            bytes_ = header().bytes;
+            const int num_rows = sum.num_rows, num_sums = sum.num_sums, place = sum.place_of_own;
+            terms_left_ = num_rows + num_sums;
+            if (num_rows == 0) begin_with_zero();
+            if (num_rows > 0) begin_with_term();
+            for (int i = 1; i < num_rows; ++i) add_term();
+            if (num_sums > 0) add_sums(num_sums, place);
+            finish();
         }
-        ptx::bulk_wait_written<0>();
+        tell(num_flags_ | SumSmem::kAll);
     }
 
   private:
     using V = Vector<T>;
 
-    __device__ __forceinline__ void begin(float zero) {
+    __device__ __forceinline__ void begin_with_zero() {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
-            for (int k = 0; k < V::kSize; ++k) sum_[v][k] = zero;
+            for (int k = 0; k < V::kSize; ++k) sum_[v][k] = 0.f;
         }
     }
 
-    // An adder beyond the slice's end adds what was there before to sums that nobody looks at: that
-    // is cheaper than a branch that divides a warp.
-    __device__ __forceinline__ void add() {
+    __device__ __forceinline__ void begin_with_term() {
+        load();
+        begin_with(term_, weight());
+        end_term();
+    }
+
+    // The next one, which has landed.
+    __device__ __forceinline__ void add_term() {
+        load();
+        add(term_, weight());
+        end_term();
+    }
+
+    // Sums of two ranks may be added either way round.
+    __device__ __forceinline__ void add_sums(int num_sums, int place_of_own) {
+        uint4 own[kVectors];
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) own[v] = V::pack(sum_[v]);
+        const bool own_first = place_of_own == 0 || place_of_own == 1;
+        if (own_first) begin_with(own, 1.f);
+        if (!own_first) begin_with_term();
+        for (int i = own_first ? 0 : 1; i < num_sums; ++i) {
+            if (!own_first && i == place_of_own) add(own, 1.f);
+            add_term();
+        }
+        if (!own_first && num_sums == place_of_own) add(own, 1.f);
+    }
+
+    // The slot of the last one is kept, for its header.
+    __device__ __forceinline__ void end_term() {
+        if (--terms_left_ == 0) return;
+        free_slot();
+        turn_.advance(slots_.size());
+        smem_.slots.await_filled(turn_);
+    }
+
+    __device__ __forceinline__ void load() {
         const char* mine = slots_.bytes(turn_.at) + adder_ * 16;
-        const float weight = kWeighted ? slots_.header<TermHeader>(turn_.at).weight : 1.f;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (at(v) < bytes_) {
                 term_[v] = *reinterpret_cast<const uint4*>(mine + v * (kAdders * 16));
             }
         }
+    }
+
+    // An adder beyond the slice's end adds what was there before to sums that nobody looks at: that
+    // is cheaper than a branch that divides a warp.
+    __device__ __forceinline__ void add(const uint4 (&what)[kVectors], float weight) {
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
             if (v * kAdders * 16 >= bytes_) break;
             float term[V::kSize];
-            V::unpack(term_[v], term);
+            unpack(what[v], weight, term);
 #pragma unroll
-            for (int k = 0; k < V::kSize; ++k) {
-                if constexpr (kWeighted) term[k] = __fmul_rn(weight, term[k]);
-                sum_[v][k] = __fadd_rn(sum_[v][k], term[k]);
-            }
+            for (int k = 0; k < V::kSize; ++k) sum_[v][k] = __fadd_rn(sum_[v][k], term[k]);
+        }
+    }
+    __device__ __forceinline__ void begin_with(const uint4 (&what)[kVectors], float weight) {
+#pragma unroll
+        for (int v = 0; v < kVectors; ++v) unpack(what[v], weight, sum_[v]);
+    }
+    __device__ __forceinline__ void unpack(const uint4& what, float weight, float* term) const {
+        V::unpack(what, term);
+#pragma unroll
+        for (int k = 0; k < V::kSize; ++k) {
+            if constexpr (kWeighted) term[k] = __fmul_rn(weight, term[k]);
         }
     }
 
-    // All adders: each overwrites what it alone has read, so only the store waits for the others.
-    __device__ __forceinline__ void store(char* to) {
-        char* slot = slots_.bytes(turn_.at);
+    __device__ __forceinline__ void finish() {
+        char* to = header().sum.to;
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) {
-            if (at(v) < bytes_) *reinterpret_cast<uint4*>(slot + at(v)) = V::pack(sum_[v]);
+            if (at(v) < bytes_) *reinterpret_cast<uint4*>(to + at(v)) = V::pack(sum_[v]);
         }
-        ptx::fence_proxy_async_smem();
-        ptx::barrier_sync(barrier_, kAdders);
-        if (adder_ >= kWarp) return free_slot(turn_.at);
-        // the first warp stores, and frees the slot when the store has read it
-        if (lane_id() == 0) ptx::bulk_store(to, slot, bytes_);
-        ptx::bulk_commit();
-        free_stored<1>();
-        stored_ = turn_.at;
+        if (header().sum.flag != nullptr) {
+            if (adder_ == 0) owe(header().sum.flag);
+            tell(++num_flags_);
+        }
+        free_slot();
+        turn_.advance(slots_.size());
     }
 
-    // The slot of the sum before; the loader needs it when a sum has more terms than the ring
-    // slots.
-    template <int kNewer>
-    __device__ __forceinline__ void free_stored() {
-        if (stored_ < 0) return;
-        ptx::bulk_wait_read<kNewer>();
-        free_slot(stored_);
-        stored_ = -1;
+    __device__ void owe(uint64_t* flag) {
+        while (num_flags_ - volatile_load(smem_.num_announced) == SumSmem::kFlags) {
+        }
+        smem_.flags[num_flags_ % SumSmem::kFlags] = flag;
     }
-
-    __device__ __forceinline__ void free_slot(int slot) {
+    __device__ __forceinline__ void tell(uint32_t num_stored) {
+        __threadfence_block();  // the herald's fence is for all
         __syncwarp();
-        if (lane_id() == 0) handover_.freed(slot);
+        if (lane_id() == 0) volatile_store(smem_.num_stored[adder_ / kWarp], num_stored);
     }
 
+    __device__ __forceinline__ void free_slot() {
+        __syncwarp();
+        if (lane_id() == 0) smem_.slots.freed(turn_.at);
+    }
+
+    __device__ __forceinline__ float weight() const { return kWeighted ? header().weight : 1.f; }
+    __device__ __forceinline__ const TermHeader& header() const {
+        return slots_.header<TermHeader>(turn_.at);
+    }
     __device__ __forceinline__ int at(int v) const { return (v * kAdders + adder_) * 16; }
 
     const Slots& slots_;
-    SlotHandover& handover_;
-    int adder_, barrier_;
+    SumSmem& smem_;
+    int adder_;
     Turn turn_;
-    int bytes_ = 0;  // of the slice
+    uint32_t num_flags_ = 0;
+    int bytes_ = 0, terms_left_ = 0;
     uint4 term_[kVectors]{};
     float sum_[kVectors][V::kSize];
-    int stored_ = -1;  // the first warp: a slot that a store may still read
 };
+
+// One warp, for one or more rings: sets the flags of the sums that are stored, as many at once as
+// there are: a fence for the whole system takes longer than a sum. Returns when it set the last, by
+// the GPU's timer; 0: there was none.
+template <int kRings>
+__device__ uint64_t announce_sums(SumSmem* const (&rings)[kRings], uint64_t value) {
+    uint32_t stored[kRings], announced[kRings] = {};
+    uint64_t last_ns = 0;
+    for (bool all = false; !all;) {
+        all = true;
+        bool any = false;
+#pragma unroll
+        for (int r = 0; r < kRings; ++r) {
+            const uint32_t seen = volatile_load(rings[r]->num_stored[lane_id() % kAdderWarps]);
+            stored[r] = __reduce_min_sync(kAllLanes, seen);
+            all = all && (stored[r] & SumSmem::kAll);
+            stored[r] &= ~SumSmem::kAll;
+            any = any || stored[r] != announced[r];
+        }
+        if (!any) continue;
+        ptx::fence_system();
+#pragma unroll
+        for (int r = 0; r < kRings; ++r) {
+            for (uint32_t i = announced[r] + lane_id(); i < stored[r]; i += kWarp) {
+                ptx::store_relaxed(rings[r]->flags[i % SumSmem::kFlags], value);
+            }
+            announced[r] = stored[r];
+            __syncwarp();
+            if (lane_id() == 0) volatile_store(rings[r]->num_announced, announced[r]);
+        }
+        last_ns = ptx::global_timer_ns();
+    }
+    return last_ns;
+}
 
 }  // namespace hybrid_ep::device

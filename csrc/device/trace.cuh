@@ -6,6 +6,14 @@
 
 namespace hybrid_ep::device {
 
+__device__ inline void note(const Trace& trace, Span span, uint64_t epoch, uint64_t begin_ns,
+                            uint64_t end_ns) {
+    if (trace.events == nullptr) return;
+    const uint32_t at = atomicAdd(trace.count, 1u);
+    if (at >= Trace::kCapacity) return;
+    trace.events[at] = {begin_ns, end_ns, uint32_t(epoch), uint16_t(blockIdx.x), uint16_t(span)};
+}
+
 // What a block does from here on.
 class Stopwatch {
   public:
@@ -18,11 +26,9 @@ class Stopwatch {
     }
     // The calling thread notes it.
     __device__ void note(Span span, uint64_t epoch) const {
-        if (trace_.events == nullptr) return;
-        const uint32_t at = atomicAdd(trace_.count, 1u);
-        if (at >= Trace::kCapacity) return;
-        trace_.events[at] = {begin_, ptx::global_timer_ns(), uint32_t(epoch), uint16_t(blockIdx.x),
-                             uint16_t(span)};
+        if (trace_.events != nullptr) {
+            device::note(trace_, span, epoch, begin_, ptx::global_timer_ns());
+        }
     }
 
   private:

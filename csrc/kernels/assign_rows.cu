@@ -122,8 +122,9 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
             atomicOr(&smem.chooses[local * kMaskWords + in_chunk / 32], 1u << (in_chunk % 32));
             if (copy.num_places++ == 0) copy.first_place = uint8_t(place);
         } else if (expert >= rank_end) {
-            ++copy.inbox_slot;
-            rank_end = (expert / b.num_local_experts + 1) * b.num_local_experts;
+            const int rank = expert / b.num_local_experts;
+            if (rank != source) ++copy.inbox_slot;
+            rank_end = (rank + 1) * b.num_local_experts;
         }
     }
 
@@ -137,13 +138,17 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         warp_copies[warp_id()] = __popc(have);
     }
     __syncthreads();
-    if (!mine) return;
     int copy_at = smem.before[b.num_local_experts] + __popc(have & lanes_below());
     copy.first_row = rows_before + rows_upto - copy.num_places;
     for (int w = 0; w < warp_id(); ++w) {
         copy_at += warp_copies[w];
         copy.first_row += warp_rows[w];
     }
+    copy.token = chunk * kChunkTokens + in_chunk;
+    if (source == p.context.rank && active && copy.token < b.max_tokens) {
+        handle.own_copies[copy.token] = mine ? copy_at : -1;
+    }
+    if (!mine) return;
 
     for (int i = 0; i < copy.num_places; ++i) {
         int local = experts[copy.first_place + i] - first_expert;
@@ -154,7 +159,6 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         handle.rows[copy.first_row + i] = row;
         if (p.max_rows < 0 || row < p.max_rows) ++copy.num_rows;
     }
-    copy.token = chunk * kChunkTokens + in_chunk;
     handle.copies[copy_at] = copy;
 }
 

@@ -1,9 +1,9 @@
 // What the link carries and nothing else: the bench holds dispatch and combine against it.
 //
-//   pull   inbox of the peer --TMA load over NVLink--> slot --TMA store--> my inbox
-//   push   my inbox --TMA load--> slot --TMA store over NVLink--> inbox of the peer
+//   pull   outbox of the peer --TMA load over NVLink--> slot --TMA store--> my outbox
+//   push   my outbox --TMA load--> slot --TMA store over NVLink--> outbox of the peer
 //
-// Sources are the first halves of the inboxes, targets the second. The pieces, the ring and the
+// Sources are the first halves of the outboxes, targets the second. The pieces, the ring and the
 // grid are those of dispatch, one store a load: so a difference to this is what dispatch itself
 // costs. No flag is set and none waited for: the caller keeps all ranks out of other calls.
 #include "device/ring.cuh"

@@ -1,12 +1,14 @@
-// Combine, in two kernels: sums of a rank's expert rows are pushed home, and added there.
+// Combine, in one kernel: sums of a rank's expert rows are pushed home, and added there.
 //
-//   rows of a copy --sum over local experts--> inbox of the home rank [token, slot]     push_sums
-//   inbox rows of a token --sum over ranks, in rank order--> y[token]                   sum_at_home
+//   rows of a copy --sum over local experts--> inbox of the home rank [token, slot], a flag   push
+//   own rows of a token --sum--> rounded, among the sums of other ranks in my inbox,
+//                                in rank order --sum--> y[token]                              home
 //
+// Half of the blocks push first, the others add at home what has come; who has pushed all helps
+// them. Pushing waits for nobody, so adding at home always ends.
 // The inbox is one per Buffer: a pusher first looks whether the home has read the call before.
 // `values`, one float per row, ride along unsummed: they are the gradients of the weights.
 #include "device/copy_walk.cuh"
-#include "device/flag.cuh"
 #include "device/sum_rows.cuh"
 #include "device/trace.cuh"
 #include "kernels/kernels.h"
@@ -20,232 +22,276 @@ using layout::Phase;
 
 constexpr uint32_t kFreeSignature = 1;
 
-// The warps of a ring: the walker looks up what the loader loads, the adders add.
-enum Role { kWalker = 0, kLoader = 1, kFirstAdder = 2 };
-constexpr int kRingThreads = (kFirstAdder + kAdderWarps) * kWarp;
-constexpr int kThreads = layout::kSumRings * kRingThreads;
+constexpr int kRings = layout::kSumRings;
+
+// The warps of a block: the walker looks up what the loaders load, the herald sets the flags of
+// what the adders have stored. Then ring by ring.
+enum Role { kWalker = 0, kHerald = 1, kFirstOfRings = 2 };
+enum RingRole { kLoader = 0, kFirstAdder = 1, kRingWarps = kFirstAdder + kAdderWarps };
+constexpr int kThreads = (kFirstOfRings + kRings * kRingWarps) * kWarp;
 
 constexpr int kJobs = 16;  // of a ring: looked up and not loaded yet
 
-// A copy whose rows are to be summed.
-struct PushJob {
-    static constexpr int kEnd = -1;
-
-    char* sum;     // in the inbox of its home
-    int num_rows;  // kEnd: there is no more
+// A sum, and where its terms are.
+struct Job {
+    Sum sum;
+    const char* inbox;  // of its token
     int row[layout::kMaxTopk];
     float weight[layout::kMaxTopk];
 };
 
-struct PushSmem {
-    SlotHandover slots;
+struct RingSmem {
+    SumSmem sums;
     Handover<kJobs> jobs;
-    PushJob job[kJobs];
+    Job job[kJobs];
 };
 
-__host__ __device__ uint32_t combine_signature(int row_bytes, bool has_values) {
-    return layout::RecordLayout{row_bytes, 0, has_values ? 4 : 0}.signature();
+struct Smem {
+    RingSmem ring[kRings];
+    bool failed;  // a peer did not come: the call stays open
+};
+
+__host__ __device__ uint32_t signature(const CombineParams& p) {
+    return layout::RecordLayout{p.row_bytes, 0, p.values != nullptr ? 4 : 0}.signature();
 }
 
-// ---- push_sums
-
-// Takes the next copies, a lane each, and lists them with their rows and weights; the values go
-// home from here.
+// Lists sums as jobs, a lane each, with their rows and weights, for the rings in turn; the values
+// go home from here.
 class Walker {
   public:
-    __device__ Walker(const PushSumsParams& p, const CopyWalk& walk, PushSmem& smem)
-        : p_(p), walk_(walk), smem_(smem) {}
+    __device__ Walker(const CombineParams& p, Smem& smem, uint64_t epoch)
+        : p_(p),
+          buffer_(p.context.buffer),
+          handle_(p.words, p.context.handle),
+          smem_(smem),
+          epoch_(epoch) {}
 
-    __device__ void run() {
-        CopyWalk::Taken mine;
-        int num_jobs = 0;
-        while (walk_.take(kJobs / 2, mine)) {
-            const uint32_t have = __ballot_sync(kAllLanes, mine.valid);
-            if (mine.valid) list(mine, num_jobs + __popc(have & lanes_below()));
-            num_jobs += __popc(have);
-            __syncwarp();
-        }
-        if (lane_id() == 0) {
-            begin_job(num_jobs).num_rows = PushJob::kEnd;
-            smem_.jobs.filled(turn(num_jobs));
+    __device__ void run(bool pushes) {
+        if (pushes) push();
+        add_at_home();
+        if (lane_id() < kRings) {
+            begin_job(num_jobs_ + lane_id()).sum.to = nullptr;
+            end_job(num_jobs_ + lane_id());
         }
     }
 
   private:
+    static constexpr int kMostTaken = kRings * kJobs / 2;
+
+    __device__ void push() {
+        CopyWalk walk(handle_, buffer_.num_ranks, p_.context.rank, buffer_.num_ranks - 1,
+                      &p_.context.watch.state->steps_taken, gridDim.x, kMostTaken);
+        CopyWalk::Taken mine;
+        while (walk.take(mine)) {
+            const uint32_t have = __ballot_sync(kAllLanes, mine.valid);
+            if (mine.valid) list_push(mine, num_jobs_ + __popc(have & lanes_below()));
+            num_jobs_ += __popc(have);
+            __syncwarp();
+        }
+    }
+
     // One lane.
-    __device__ void list(const CopyWalk::Taken& mine, int at) {
+    __device__ void list_push(const CopyWalk::Taken& mine, int at) {
         const layout::Copy& copy = mine.copy;
-        const auto& b = p_.context.buffer;
         char* home = p_.context.peers.base[mine.source];
-        PushJob& job = begin_job(at);
-        job.sum = home + b.inbox_row(copy.token, copy.inbox_slot, p_.row_bytes);
-        job.num_rows = copy.num_rows;
-#pragma unroll 8
-        for (int i = 0; i < copy.num_rows; ++i) job.row[i] = __ldg(&mine.rows[i]);
-        if (p_.weights != nullptr) {
-#pragma unroll 8
-            for (int i = 0; i < copy.num_rows; ++i) job.weight[i] = __ldg(&p_.weights[job.row[i]]);
+        send_values(copy, mine.rows, home);
+        Job& job = begin_job(at);
+        job.sum.to = home + buffer_.inbox_row(copy.token, copy.inbox_slot, p_.row_bytes);
+        job.sum.flag = flag_in(home, copy.token, copy.inbox_slot);
+        job.sum.num_sums = 0;
+        list_rows(job, copy.num_rows, mine.rows);
+        end_job(at);
+    }
+
+    __device__ void add_at_home() {
+        Takes takes(&p_.context.watch.state->tokens_taken, p_.num_tokens, gridDim.x, kRings,
+                    kMostTaken);
+        int first, count;
+        while (takes.take(first, count)) {
+            const int64_t token = first + lane_id();
+            const int own = lane_id() < count ? handle_.own_copies[token] : -1;
+            layout::Copy copy{};
+            if (own >= 0) copy = handle_.copies[own];
+            if (!await_sums(lane_id() < count, token)) return;
+            if (lane_id() < count) list_home(token, own >= 0, copy, num_jobs_ + lane_id());
+            num_jobs_ += count;
+            __syncwarp();
         }
+    }
+
+    // The whole warp: until the other ranks' sums of the lane's token are in the inbox.
+    __device__ bool await_sums(bool mine, int64_t token) {
+        const Stopwatch waiting(p_.context.trace);
+        const int num_others = mine ? __ldg(&handle_.num_others[token]) : 0;
+        bool good = true;
+        for (int slot = 0; good && slot < num_others; ++slot) {
+            const int peer = handle_.others[token * buffer_.fanout + slot];
+            good = wait_flag(flag_in(p_.context.mine(), token, slot), epoch_, signature(p_),
+                             p_.context.watch, Phase::kCombine, peer, int(token));
+        }
+        ptx::fence_proxy_async();
+        good = __all_sync(kAllLanes, good);
+        if (lane_id() == 0) {
+            if (!good) smem_.failed = true;
+            waiting.note(Span::kAwaitSums, epoch_);
+        }
+        return good;
+    }
+
+    // One lane.
+    __device__ void list_home(int64_t token, bool has_own, const layout::Copy& copy, int at) {
+        const int32_t* rows = handle_.rows + copy.first_row;
         if (p_.values != nullptr) {
-            auto* values =
-                reinterpret_cast<float*>(home + b.values_of(copy.token)) + copy.first_place;
-#pragma unroll 8
-            for (int i = 0; i < copy.num_places; ++i) {
-                values[i] = i < copy.num_rows ? __ldg(&p_.values[job.row[i]]) : 0.f;
-            }
+            send_values(copy, rows, p_.context.mine());
+            take_values(token);
         }
-        smem_.jobs.filled(turn(at));
+        Job& job = begin_job(at);
+        job.sum.to = p_.y + token * p_.row_bytes;
+        job.sum.flag = nullptr;
+        job.sum.num_sums = handle_.num_others[token];
+        job.sum.place_of_own = has_own ? copy.inbox_slot : -1;
+        job.inbox = p_.context.mine() + buffer_.inbox_row(token, 0, p_.row_bytes);
+        list_rows(job, copy.num_rows, rows);
+        end_job(at);
     }
 
-    __device__ static Turn turn(int job) { return Turn::of(job, kJobs); }
-    __device__ PushJob& begin_job(int job) {
-        smem_.jobs.await_free(turn(job));
-        return smem_.job[job % kJobs];
+    __device__ void list_rows(Job& job, int num_rows, const int32_t* rows) const {
+        job.sum.num_rows = num_rows;
+#pragma unroll 8
+        for (int i = 0; i < num_rows; ++i) job.row[i] = __ldg(&rows[i]);
+        if (p_.weights == nullptr) return;
+#pragma unroll 8
+        for (int i = 0; i < num_rows; ++i) job.weight[i] = __ldg(&p_.weights[job.row[i]]);
     }
 
-    const PushSumsParams& p_;
-    CopyWalk walk_;
-    PushSmem& smem_;
+    // To the places of the copy's experts; dropped rows have the value 0.
+    __device__ void send_values(const layout::Copy& copy, const int32_t* rows, char* home) const {
+        if (p_.values == nullptr) return;
+        auto* values = reinterpret_cast<float*>(home + buffer_.values_of(copy.token));
+#pragma unroll 8
+        for (int i = 0; i < copy.num_places; ++i) {
+            values[copy.first_place + i] = i < copy.num_rows ? __ldg(&p_.values[rows[i]]) : 0.f;
+        }
+    }
+
+    // Each slot of my token gets the value of its place.
+    __device__ void take_values(int64_t token) const {
+        auto* values = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
+        for (int slot = 0; slot < buffer_.topk; ++slot) {
+            const int place = handle_.places[token * buffer_.topk + slot];
+            p_.home_values[token * buffer_.topk + slot] = place >= 0 ? values[place] : 0.f;
+        }
+    }
+
+    __device__ uint64_t* flag_in(char* home, int64_t token, int slot) const {
+        return reinterpret_cast<uint64_t*>(home + buffer_.sum_flag(token, slot));
+    }
+    __device__ static Turn turn(int job) { return Turn::of(job / kRings, kJobs); }
+    __device__ Job& begin_job(int job) {
+        RingSmem& ring = smem_.ring[job % kRings];
+        ring.jobs.await_free(turn(job));
+        return ring.job[turn(job).at];
+    }
+    __device__ void end_job(int job) { smem_.ring[job % kRings].jobs.filled(turn(job)); }
+
+    const CombineParams& p_;
+    const layout::BufferLayout& buffer_;
+    layout::HandleView handle_;
+    Smem& smem_;
+    uint64_t epoch_;
+    int num_jobs_ = 0;
 };
 
-// The jobs as the loader takes them.
-struct PushJobs {
-    const PushSumsParams& p;
-    PushSmem& smem;
+// The jobs as a ring's loader takes them.
+struct Jobs {
+    const CombineParams& p;
+    RingSmem& smem;
     Turn turn{};
 
-    __device__ bool next(SumJob& sum) {
+    __device__ bool next(Sum& sum, const char*& term, float& weight) {
         smem.jobs.await_filled(turn);
-        const PushJob& job = smem.job[turn.at];
-        if (job.num_rows == PushJob::kEnd) return false;
-        const int mine = min(lane_id(), max(job.num_rows - 1, 0));
-        sum.num_rows = job.num_rows;
-        sum.row = p.rows + int64_t(job.row[mine]) * p.row_bytes;
-        sum.weight = job.weight[mine];
-        sum.sum = job.sum;
+        const Job& job = smem.job[turn.at];
+        sum = job.sum;
+        if (sum.to == nullptr) return false;
+        const int lane = lane_id();
+        if (lane < sum.num_rows) {
+            term = p.rows + int64_t(job.row[lane]) * p.row_bytes;
+            weight = job.weight[lane];
+        } else {
+            term = job.inbox + int64_t(lane - sum.num_rows) * p.row_bytes;
+            weight = 1.f;
+        }
         __syncwarp();
-        if (lane_id() == 0) smem.jobs.freed(turn.at);
+        if (lane == 0) smem.jobs.freed(turn.at);
         turn.advance(kJobs);
         return true;
     }
 };
 
+// One warp. It ends when all is stored, so it knows what the block did until when.
+__device__ void announce(const CombineParams& p, Smem& smem, uint64_t epoch) {
+    const Trace& trace = p.context.trace;
+    const uint64_t begin = ptx::global_timer_ns();
+    const uint64_t pushed =
+        announce_sums({&smem.ring[0].sums, &smem.ring[1].sums}, flag_value(epoch, signature(p)));
+    if (lane_id() != 0) return;
+    if (pushed > 0) note(trace, Span::kPushSums, epoch, begin, pushed);
+    note(trace, Span::kSumAtHome, epoch, max(begin, pushed), ptx::global_timer_ns());
+}
+
 template <typename T, bool kWeighted>
-__global__ void __launch_bounds__(kThreads, 1) push_sums(const __grid_constant__ PushSumsParams p) {
+__device__ __forceinline__ void play(int role, const CombineParams& p, char* dynamic_smem,
+                                     Smem& smem, uint64_t epoch) {
+    if (role == kWalker) {
+        const bool pushes = blockIdx.x % 2 == 0;
+        return Walker(p, smem, epoch).run(pushes);
+    }
+    if (role == kHerald) return announce(p, smem, epoch);
+    const int ring = (role - kFirstOfRings) / kRingWarps;
+    const int first = kFirstOfRings + ring * kRingWarps, of_ring = role - first;
+    const Slots slots(dynamic_smem, p.ring, ring);
+    RingSmem& mine = smem.ring[ring];
+    if (of_ring == kLoader) {
+        Jobs jobs{p, mine};
+        load_terms(jobs, slots, mine.sums, p.slices, p.row_bytes);
+    } else {
+        const int adder = threadIdx.x - (first + kFirstAdder) * kWarp;
+        Adder<T, kWeighted>(slots, mine.sums, adder).run();
+    }
+}
+
+template <typename T, bool kWeighted>
+__global__ void __launch_bounds__(kThreads, 1) combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
-    __shared__ PushSmem smem[layout::kSumRings];
+    __shared__ Smem smem;
     const auto& b = p.context.buffer;
-    const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kCombine);
+    const Watch& watch = p.context.watch;
+    const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
     const Stopwatch waiting(p.context.trace);
-    if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kInboxFree, 1, epoch - 1,
-                        epoch == 1 ? 0 : kFreeSignature, p.context.watch)) {
+    if (!wait_all_flags(p.context.mine(), b, Phase::kInboxFree, 1, epoch - 1,
+                        epoch == 1 ? 0 : kFreeSignature, watch)) {
         return;
     }
     waiting.stop(Span::kAwaitInbox, epoch);
-    const Stopwatch pushing(p.context.trace);
-    const int ring = threadIdx.x / kRingThreads, role = warp_id() % (kRingThreads / kWarp);
-    const Slots slots(dynamic_smem, p.ring, ring);
-    if (threadIdx.x < layout::kSumRings) {
-        smem[threadIdx.x].slots.init(slots.size(), kAdderWarps);
-        smem[threadIdx.x].jobs.init(kJobs, 1);
+    if (blockIdx.x == 0) {
+        signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, 0, epoch,
+                         signature(p));
+    }
+
+    if (threadIdx.x < kRings) {
+        smem.ring[threadIdx.x].sums.init(p.ring.num_slots);
+        smem.ring[threadIdx.x].jobs.init(kJobs, 1);
+        smem.failed = false;
     }
     __syncthreads();
-    if (role == kWalker) {
-        const layout::HandleView handle(p.words, p.context.handle);
-        const CopyWalk walk(handle, b.num_ranks, p.context.rank,
-                            &p.context.watch.state->steps_taken, gridDim.x * layout::kSumRings);
-        Walker(p, walk, smem[ring]).run();
-    } else if (role == kLoader) {
-        PushJobs jobs{p, smem[ring]};
-        load_terms(jobs, slots, smem[ring].slots, p.slices, p.row_bytes);
-    } else {
-        const int adder = threadIdx.x % kRingThreads - kFirstAdder * kWarp;
-        Adder<T, kWeighted>(slots, smem[ring].slots, adder, 1 + ring).run();
-    }
-    ptx::let_next_kernel_start();
-    signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, blockIdx.x, epoch,
-                     combine_signature(p.row_bytes, p.values != nullptr));
-    pushing.stop(Span::kPushSums, epoch);
-}
-
-// ---- sum_at_home
-
-// What the loader loads: the rows in the inbox of each token that is dealt to it.
-struct HomeJobs {
-    const SumAtHomeParams& p;
-    layout::HandleView handle;
-    int64_t token;
-    int step;
-    int next_token = kWarp;  // of the 32 whose number of rows the lanes hold
-    int lane_rows = 0;
-
-    __device__ bool next(SumJob& job) {
-        if (next_token == kWarp) look_up();
-        if (token >= p.num_tokens) return false;
-        const auto& b = p.context.buffer;
-        job.num_rows = __shfl_sync(kAllLanes, lane_rows, next_token);
-        job.row = p.context.peers.base[p.context.rank] +
-                  b.inbox_row(token, min(lane_id(), b.fanout - 1), p.row_bytes);
-        job.weight = 0.f;
-        job.sum = p.y + token * p.row_bytes;
-        token += step;
-        ++next_token;
-        return true;
-    }
-    __device__ void look_up() {
-        const int64_t mine = token + int64_t(lane_id()) * step;
-        lane_rows = mine < p.num_tokens ? handle.num_copies(mine) : 0;
-        next_token = 0;
-    }
-};
-
-// Each slot of my tokens gets the value of its place.
-__device__ void take_values(const SumAtHomeParams& p, const layout::HandleView& handle, int taker,
-                            int num_takers) {
-    const auto& b = p.context.buffer;
-    const char* mine = p.context.peers.base[p.context.rank];
-    const int64_t count = int64_t(p.num_tokens) * b.topk;
-    for (int64_t i = int64_t(taker) * kWarp + lane_id(); i < count; i += num_takers * kWarp) {
-        const int place = handle.places[i];
-        auto* values = reinterpret_cast<const float*>(mine + b.values_of(i / b.topk));
-        p.values[i] = place >= 0 ? values[place] : 0.f;
-    }
-}
-
-template <typename T>
-__global__ void __launch_bounds__(kThreads, 1)
-    sum_at_home(const __grid_constant__ SumAtHomeParams p) {
-    extern __shared__ __align__(128) char dynamic_smem[];
-    __shared__ SlotHandover handovers[layout::kSumRings];
-    const auto& b = p.context.buffer;
-    const Watch& watch = p.context.watch;
-    ptx::await_kernel_before();
-    const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
-    const Stopwatch waiting(p.context.trace);
-    if (!wait_all_flags(p.context.peers.base[p.context.rank], b, Phase::kCombine, p.num_blocks,
-                        epoch, combine_signature(p.row_bytes, p.values != nullptr), watch)) {
+    play<T, kWeighted>(warp_id(), p, dynamic_smem, smem, epoch);
+    __syncthreads();
+    if (smem.failed) return;
+    // all ranks make this call, even those that nothing came from
+    if (blockIdx.x == 0 &&
+        !wait_all_flags(p.context.mine(), b, Phase::kCombine, 1, epoch, signature(p), watch)) {
         return;
     }
-    waiting.stop(Span::kAwaitSums, epoch);
-    const Stopwatch summing(p.context.trace);
-    const int ring = threadIdx.x / kRingThreads, role = warp_id() % (kRingThreads / kWarp);
-    const int taker = blockIdx.x * layout::kSumRings + ring;
-    const int num_takers = gridDim.x * layout::kSumRings;
-    const layout::HandleView handle(p.words, p.context.handle);
-    const Slots slots(dynamic_smem, p.ring, ring);
-    if (threadIdx.x < layout::kSumRings) handovers[threadIdx.x].init(slots.size(), kAdderWarps);
-    __syncthreads();
-    if (role == kWalker) {
-        if (p.values != nullptr) take_values(p, handle, taker, num_takers);
-    } else if (role == kLoader) {
-        HomeJobs jobs{p, handle, taker, num_takers};
-        load_terms(jobs, slots, handovers[ring], p.slices, p.row_bytes);
-    } else {
-        const int adder = threadIdx.x % kRingThreads - kFirstAdder * kWarp;
-        Adder<T, false>(slots, handovers[ring], adder, 1 + ring).run();
-    }
-    __syncthreads();
-    summing.stop(Span::kSumAtHome, epoch);
     if (is_last_block(watch.state)) {
         if (threadIdx.x == 0) close_call(watch.state, Phase::kCombine, epoch);
         signal_all_ranks(p.context.peers, b, Phase::kInboxFree, p.context.rank, 0, epoch,
@@ -253,33 +299,20 @@ __global__ void __launch_bounds__(kThreads, 1)
     }
 }
 
-template <typename Params>
-using Kernel = void (*)(Params);
-
-template <typename Params>
-Kernel<Params> pick(SumType type, Kernel<Params> bf16, Kernel<Params> fp16, Kernel<Params> fp32) {
-    return type == SumType::kBf16 ? bf16 : type == SumType::kFp16 ? fp16 : fp32;
-}
+using Kernel = void (*)(CombineParams);
 
 template <bool kWeighted>
-Kernel<PushSumsParams> pick_push(SumType type) {
-    return pick<PushSumsParams>(type, push_sums<__nv_bfloat16, kWeighted>,
-                                push_sums<__half, kWeighted>, push_sums<float, kWeighted>);
+Kernel pick(SumType type) {
+    return type == SumType::kBf16   ? combine<__nv_bfloat16, kWeighted>
+           : type == SumType::kFp16 ? combine<__half, kWeighted>
+                                    : combine<float, kWeighted>;
 }
 
 }  // namespace
 
-void launch_push_sums(const PushSumsParams& p, cudaStream_t stream) {
-    auto kernel = p.weights != nullptr ? pick_push<true>(p.type) : pick_push<false>(p.type);
-    launch(kernel, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, layout::kSumRings),
-           stream);
-}
-
-void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream) {
-    auto kernel = pick<SumAtHomeParams>(p.type, sum_at_home<__nv_bfloat16>, sum_at_home<__half>,
-                                        sum_at_home<float>);
-    launch_behind_ours(kernel, p, p.num_blocks, kThreads,
-                       layout::dynamic_smem_bytes(p.ring, layout::kSumRings), stream);
+void launch_combine(const CombineParams& p, cudaStream_t stream) {
+    launch(p.weights != nullptr ? pick<true>(p.type) : pick<false>(p.type), p, p.num_blocks,
+           kThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
 }
 
 }  // namespace hybrid_ep::kernels

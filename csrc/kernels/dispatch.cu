@@ -18,9 +18,10 @@ namespace hybrid_ep::kernels {
 namespace {
 
 // Warps: the walker looks up copies and waits until their sources have announced them; the loader
-// starts all bulk loads, the storer all stores of what has landed; the writers publish and the
-// herald announces, which takes microseconds; the sweepers zero the padding.
-enum Role { kWalker = 0, kLoader = 1, kStorer = 2, kHerald = 3, kFirstSweeper = 4 };
+// starts all bulk loads, the storer all stores of rows that have landed, and the spreader stores
+// their trailers; the writers publish and the herald announces, which takes microseconds; the
+// sweepers zero the padding.
+enum Role { kWalker, kLoader, kStorer, kSpreader, kHerald, kFirstSweeper };
 constexpr int kSweepers = 2;
 constexpr int kFirstWriter = kFirstSweeper + kSweepers;
 constexpr int kThreads = (kFirstWriter + kWriters) * kWarp;
@@ -112,6 +113,8 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
     } else if (role == kStorer) {
         store_slices(p, slots, smem.pull);
         if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
+    } else if (role == kSpreader) {
+        spread_trailers(p, slots, smem.pull);
     } else {
         zero_padding(p, handle, role - kFirstSweeper, epoch);
         if (is_first_sweeper) await_arrivals(p, smem.pull, epoch);
@@ -124,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     const Slots slots(dynamic_smem, p.ring);
     const Watch& watch = p.context.watch;
     if (threadIdx.x == 0) {
-        smem.pull.jobs.init(kJobs, 1);
-        smem.pull.slots.init(slots.size(), 1);
+        smem.pull.jobs.init(kJobs, kUsers);
+        smem.pull.slots.init(slots.size(), kUsers);
         smem.pull.failed = has_fault(watch.state);
     }
     if (threadIdx.x < kWriters) smem.publish.parcels_written[threadIdx.x] = 0;

@@ -72,32 +72,22 @@ void launch_dispatch(const DispatchParams& p, cudaStream_t stream);
 
 enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
-struct PushSumsParams {
+struct CombineParams {
     Context context;
     SumType type;
     int row_bytes;
     const char* rows;      // [M, row_bytes]
     const float* weights;  // [M] or null
     const float* values;   // [M] or null
+    char* y;               // [T, row_bytes]
+    float* home_values;    // [T, topk] or null, as values
+    int num_tokens;
     int num_blocks;
     layout::SliceLayout slices;
     layout::RingShape ring;  // of layout::kSumRings
     int32_t* words;
 };
-void launch_push_sums(const PushSumsParams& p, cudaStream_t stream);
-
-struct SumAtHomeParams {
-    Context context;
-    SumType type;
-    int row_bytes;
-    char* y;        // [T, row_bytes]
-    float* values;  // [T, topk] or null
-    int num_tokens, num_blocks;
-    layout::SliceLayout slices;
-    layout::RingShape ring;  // of layout::kSumRings
-    int32_t* words;
-};
-void launch_sum_at_home(const SumAtHomeParams& p, cudaStream_t stream);
+void launch_combine(const CombineParams& p, cudaStream_t stream);
 
 // For the bench alone: bytes from one rank's memory to another's.
 struct CopyPeerParams {

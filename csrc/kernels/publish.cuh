@@ -53,8 +53,8 @@ __device__ void copy_row(char* to, const char* from, int bytes) {
 __device__ void write_rows(const DispatchParams& p, const layout::HandleView& handle, int writer,
                            int parcel, uint64_t epoch) {
     const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
-    const bool travels = lane_id() < kParcelTokens && token < p.num_tokens &&
-                         (__ldg(&handle.home_copies[token]) & layout::HandleView::kTravels);
+    const bool travels =
+        lane_id() < kParcelTokens && token < p.num_tokens && __ldg(&handle.num_others[token]) > 0;
     uint32_t left = __ballot_sync(kAllLanes, travels);
     for (int turn = 0; left != 0; ++turn, left &= left - 1) {
         if (turn % kWriters != writer) continue;

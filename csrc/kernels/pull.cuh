@@ -2,7 +2,8 @@
 //
 //   copies of the layout --look up, await their parcels--> jobs                            walker
 //   job: outbox record of the source --TMA load over NVLink--> slot                       loader
-//   job: slot --TMA stores--> rows[row_i], weights[row_i], scales[row_i]                  storer
+//   job: slot --TMA stores--> rows[row_i]                                                 storer
+//   job: trailer in the slot --ordinary stores--> weights[row_i], scales[row_i]         spreader
 #pragma once
 
 #include "device/copy_walk.cuh"
@@ -12,6 +13,7 @@
 namespace hybrid_ep::kernels {
 
 constexpr int kJobs = 32;      // looked up and not stored yet
+constexpr int kUsers = 2;      // of a job and its slot: storer and spreader
 constexpr int kSlotsRead = 4;  // the newest slots, which stores may still be reading
 
 // A slice of a copy: what to load, and where to store it.
@@ -43,13 +45,13 @@ class Walker {
           handle_(handle),
           smem_(smem),
           epoch_(epoch),
-          walk_(handle, p.context.buffer.num_ranks, p.context.rank,
-                &p.context.watch.state->steps_taken, gridDim.x) {}
+          walk_(handle, p.context.buffer.num_ranks, p.context.rank, p.context.buffer.num_ranks,
+                &p.context.watch.state->steps_taken, gridDim.x,
+                max(kJobs / 2 / p.slices.num_slices, 1)) {}
 
     __device__ void run() {
-        const int most = max(kJobs / 2 / p_.slices.num_slices, 1);
         CopyWalk::Taken mine;
-        while (walk_.take(most, mine)) {
+        while (walk_.take(mine)) {
             const bool has_copy = mine.valid && mine.copy.num_rows > 0;
             if (!await_announced(has_copy, mine)) break;
             const uint32_t have = __ballot_sync(kAllLanes, has_copy);
@@ -91,8 +93,8 @@ class Walker {
         const layout::Copy& copy = mine.copy;
         const int offset = slice * p_.slices.slice_bytes;
         // my own token that goes to nobody else is not in the outbox, but its trailer is
-        const bool from_x = mine.source == p_.context.rank &&
-                            !(__ldg(&handle_.home_copies[copy.token]) & handle_.kTravels);
+        const bool from_x =
+            mine.source == p_.context.rank && __ldg(&handle_.num_others[copy.token]) == 0;
         const char* record =
             p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
         Job& job = begin_job(at);
@@ -186,7 +188,6 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
             ptx::bulk_store(p.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes + job.offset,
                             landed, job.bytes);
         }
-        if (job.trailer_bytes > 0) spread_trailer(p, job, landed + job.bytes);
         ptx::bulk_commit();
         __syncwarp();
         if (lane_id() == 0) smem.jobs.freed(at.at);
@@ -199,6 +200,25 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
         oldest.advance(slots.size());
     }
     ptx::bulk_wait_written<0>();
+}
+
+// The whole warp: apart from the storer, which has the most to do.
+__device__ void spread_trailers(const DispatchParams& p, const Slots& slots, PullSmem& smem) {
+    Turn at, slot;
+    while (true) {
+        smem.jobs.await_filled(at);
+        const Job& job = smem.job[at.at];
+        if (job.num_rows == Job::kEnd) break;
+        smem.slots.await_filled(slot);
+        if (job.trailer_bytes > 0) spread_trailer(p, job, slots.bytes(slot.at) + job.bytes);
+        __syncwarp();
+        if (lane_id() == 0) {
+            smem.slots.freed(slot.at);
+            smem.jobs.freed(at.at);
+        }
+        at.advance(kJobs);
+        slot.advance(slots.size());
+    }
 }
 
 }  // namespace hybrid_ep::kernels

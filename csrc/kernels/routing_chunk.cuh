@@ -2,7 +2,7 @@
 //
 //   topk_idx [T, K] --distinct, ascending--> experts [chunk, K] int16
 //                   --count--> rows per expert, copies per rank
-//                   `--> the home half of the handle: ranks per token, slot -> place
+//                   `--> the home half of the handle: other ranks of a token, slot -> place
 //
 // A warp looks at 32 / K tokens at once, a lane per slot.
 #pragma once
@@ -54,6 +54,11 @@ __device__ inline int checked_expert(const PublishRoutingParams& p, int64_t toke
     return -1;
 }
 
+__device__ inline uint32_t group_lanes(int topk, int group) {
+    const uint32_t lanes = topk == kWarp ? kAllLanes : (1u << topk) - 1;
+    return group < kWarp / topk ? lanes << (group * topk) : 0;
+}
+
 // The warp's tokens of a chunk, 32 / topk at a time: a lane per slot.
 __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSmem& smem, int chunk,
                                    uint64_t epoch) {
@@ -85,8 +90,14 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
                 if (other >= rank_begin) first_of_rank = false;
             }
         }
-        uint32_t firsts = __ballot_sync(kAllLanes, first_of_rank);
-        uint32_t own = __ballot_sync(kAllLanes, expert >= 0 && rank == p.context.rank);
+        const bool is_other = first_of_rank && rank != p.context.rank;
+        const uint32_t others = __ballot_sync(kAllLanes, is_other) & group_lanes(b.topk, group);
+        int others_before = 0;
+        for (int j = 0; j < b.topk; ++j) {
+            const int lane = min(group * b.topk + j, kWarp - 1);
+            const int other = __shfl_sync(kAllLanes, rank, lane);
+            if ((others >> lane & 1) && other < rank) ++others_before;
+        }
 
         if (speaks) {
             smem.experts[in_chunk * b.topk + place] = int16_t(expert);
@@ -95,13 +106,8 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
         }
         if (active) {
             handle.places[token * b.topk + slot] = int8_t(expert >= 0 ? place : -1);
-            uint32_t group_lanes = (b.topk == 32 ? 0xFFFFFFFFu : (1u << b.topk) - 1)
-                                   << (group * b.topk);
-            if (slot == 0) {
-                const bool travels = firsts & ~own & group_lanes;
-                handle.home_copies[token] = uint8_t(__popc(firsts & group_lanes)) |
-                                            (travels ? layout::HandleView::kTravels : 0);
-            }
+            if (slot == 0) handle.num_others[token] = uint8_t(__popc(others));
+            if (is_other && b.fanout > 0) handle.others[token * b.fanout + others_before] = rank;
         }
     }
 }

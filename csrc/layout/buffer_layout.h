@@ -3,10 +3,11 @@
 //
 //   outbox          2 slots x max_tokens records    rows that peers pull (slot = call & 1)
 //   routing inbox   2 slots x source rank           each source's top-k and its counts per chunk
-//   inbox           max_tokens x fanout rows        summed rows that come home, in rank order
-//   value inbox     max_tokens x topk floats        gradients of weights that come home
-//   flags           phase x source rank x channel   what a peer's block has finished; in a
+//   inbox           max_tokens x fanout rows        sums of other ranks that come home, in rank
+//   order value inbox     max_tokens x topk floats        gradients of weights that come home flags
+//   phase x source rank x channel   what a peer's block has finished; in a
 //                                                   dispatch: which parcel of tokens it published
+//   sum flags       max_tokens x fanout             which rows of the inbox have come
 #pragma once
 
 #include "layout/bytes.h"
@@ -21,9 +22,11 @@ struct BufferLayout {
     int inbox_row_bytes;  // bytes of a row that comes home
 
     // derived, see make()
-    int num_local_experts, num_chunks, num_parcels, fanout, record_bytes;
+    int num_local_experts, num_chunks, num_parcels, record_bytes;
+    int fanout;  // most other ranks that a token goes to; 0: sums come home another way
     int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
-    int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset, total_bytes;
+    int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset,
+        sum_flags_offset, total_bytes;
 
     static BufferLayout make(int num_ranks, int num_experts, int max_tokens, int topk,
                              int row_capacity, int inbox_row_bytes) {
@@ -37,7 +40,7 @@ struct BufferLayout {
         l.num_local_experts = num_experts / num_ranks;
         l.num_chunks = ceil_div(max_tokens, kChunkTokens);
         l.num_parcels = ceil_div(max_tokens, kParcelTokens);
-        l.fanout = min_of(topk, num_ranks);
+        l.fanout = inbox_row_bytes > 0 ? min_of(topk, num_ranks - 1) : 0;
         l.record_bytes = round_up(row_capacity + round_up(topk * 4, kBulkAlign), 128);
         l.experts_bytes = round_up<int64_t>(int64_t(l.num_chunks) * kChunkTokens * topk * 2, 128);
         l.counts_bytes =
@@ -54,6 +57,7 @@ struct BufferLayout {
         l.inbox_offset = region(int64_t(max_tokens) * l.fanout * inbox_row_bytes);
         l.values_offset = region(int64_t(max_tokens) * topk * 4);
         l.flags_offset = region(int64_t(num_ranks) * (l.flags_of_source() + 1) * 8);
+        l.sum_flags_offset = region(int64_t(max_tokens) * l.fanout * 8);
         l.total_bytes = end;
         return l;
     }
@@ -74,15 +78,19 @@ struct BufferLayout {
     HYBRID_EP_HD int64_t inbox_row(int64_t token, int slot, int row_bytes) const {
         return inbox_offset + (token * fanout + slot) * row_bytes;
     }
+    // Set by the pusher of that row.
+    HYBRID_EP_HD int64_t sum_flag(int64_t token, int slot) const {
+        return sum_flags_offset + (token * fanout + slot) * 8;
+    }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
     HYBRID_EP_HD int64_t flags_of_source() const {
-        return round_up<int64_t>(2 * kMaxChannels + num_parcels + 2, 16);
+        return round_up<int64_t>(kMaxChannels + num_parcels + 3, 16);
     }
     HYBRID_EP_HD int64_t flag(Phase phase, int source, int channel) const {
         const int first = phase == Phase::kRoute      ? 0
-                          : phase == Phase::kCombine  ? kMaxChannels
-                          : phase == Phase::kDispatch ? 2 * kMaxChannels
-                                                      : 2 * kMaxChannels + num_parcels + 1;
+                          : phase == Phase::kDispatch ? kMaxChannels
+                          : phase == Phase::kCombine  ? kMaxChannels + num_parcels + 1
+                                                      : kMaxChannels + num_parcels + 2;
         return flags_offset + (source * flags_of_source() + first + channel) * 8;
     }
     // Beside the parcels of a dispatch: that the source makes this call.

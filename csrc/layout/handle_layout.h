@@ -14,15 +14,16 @@ struct alignas(16) Copy {
     int16_t num_places;   // local experts of the token
     int16_t num_rows;     // of these, the ones whose row was not dropped
     uint8_t first_place;  // of my first expert among the token's distinct experts
-    uint8_t inbox_slot;   // ranks of the token that come before mine
+    uint8_t inbox_slot;   // ranks of the token that come before mine, its home left out
     uint16_t unused;
 };
 static_assert(sizeof(Copy) == 16, "a copy is one 16-byte load");
 
 struct HandleLayout {
-    int num_ranks, num_local_experts, max_tokens, topk;
+    int num_ranks, num_local_experts, max_tokens, topk, fanout;
     // first word of each section
-    int64_t source_first, counts, offsets, copies, rows, home_copies, places, num_words;
+    int64_t source_first, counts, offsets, copies, rows, own_copies, others, num_others, places,
+        num_words;
 
     enum Header {
         kNumTokens = 0,
@@ -38,6 +39,7 @@ struct HandleLayout {
         l.num_local_experts = b.num_local_experts;
         l.max_tokens = b.max_tokens;
         l.topk = b.topk;
+        l.fanout = b.fanout;
         int64_t end = kHeaderWords;
         auto section = [&end](int64_t words) {
             int64_t begin = end;
@@ -50,7 +52,9 @@ struct HandleLayout {
         l.offsets = section(b.num_local_experts + 1);
         l.copies = section(most_copies * 4);
         l.rows = section(most_copies * min_of(b.topk, b.num_local_experts));
-        l.home_copies = section(ceil_div(b.max_tokens, 4));
+        l.own_copies = section(b.max_tokens);
+        l.others = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.fanout, 2));
+        l.num_others = section(ceil_div(b.max_tokens, 4));
         l.places = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.topk, 4));
         l.num_words = end;
         return l;
@@ -65,10 +69,10 @@ struct HandleView {
     int32_t* offsets;       // [num_local_experts + 1]
     Copy* copies;           // ordered by (source rank, token)
     int32_t* rows;          // row of the output for each local expert of each copy
-    uint8_t* home_copies;   // [T] ranks that my token went to; kTravels: not to mine alone
+    int32_t* own_copies;    // [T] which copy is my own token's, or -1
+    int16_t* others;        // [T, fanout] the other ranks that my token goes to, ascending
+    uint8_t* num_others;    // [T]
     int8_t* places;         // [T, topk] slot -> place among the token's distinct experts, or -1
-
-    static constexpr uint8_t kTravels = 0x80;
 
     HYBRID_EP_HD HandleView(int32_t* words, const HandleLayout& l)
         : header(words),
@@ -77,10 +81,10 @@ struct HandleView {
           offsets(words + l.offsets),
           copies(reinterpret_cast<Copy*>(words + l.copies)),
           rows(words + l.rows),
-          home_copies(reinterpret_cast<uint8_t*>(words + l.home_copies)),
+          own_copies(words + l.own_copies),
+          others(reinterpret_cast<int16_t*>(words + l.others)),
+          num_others(reinterpret_cast<uint8_t*>(words + l.num_others)),
           places(reinterpret_cast<int8_t*>(words + l.places)) {}
-
-    HYBRID_EP_HD int num_copies(int64_t token) const { return home_copies[token] & ~kTravels; }
 };
 
 }  // namespace hybrid_ep::layout

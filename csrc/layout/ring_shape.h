@@ -7,7 +7,7 @@
 namespace hybrid_ep::layout {
 
 constexpr int kBlockSmemBytes = 227 * 1024;  // Hopper and Blackwell
-constexpr int kStaticSmemBytes = 11 * 1024;  // at most, of any kernel with a ring
+constexpr int kStaticSmemBytes = 12 * 1024;  // at most, of any kernel with a ring
 constexpr int kSlotAlign = 128;
 constexpr int kMostSlots = 16;  // of a ring; more would not be faster
 
@@ -42,7 +42,7 @@ HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& 
 // Summing: a slot holds a slice of one row of a sum. Two rings a block: while the threads of one
 // wait for a row, those of the other add.
 constexpr int kSumRings = 2;
-constexpr int kSumHeaderBytes = 24;
+constexpr int kSumHeaderBytes = 40;
 constexpr int kMostSumBytes = 14336;  // of a slice: what the adders of a ring hold in registers
 
 HYBRID_EP_HD RingShape sum_ring(const SliceLayout& slices) {

@@ -4,7 +4,7 @@ Python checks and owns the tensors, ``csrc/`` gets addresses and launches the ke
 
     route      publish_routing, assign_rows   top-k to every rank; the handle; M to the host
     dispatch   dispatch                       x to my outbox; my copies from the peers' outboxes
-    combine    push_sums, sum_at_home         my experts' sums to their homes; my inbox to y
+    combine    combine                        my experts' sums to their homes; my inbox to y
 
 Everything runs on the current stream. The host waits only for M, only without ``max_rows``, and
 while its tokens are being published; with ``max_rows`` route and dispatch are one call.
