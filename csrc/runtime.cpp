@@ -16,7 +16,7 @@ cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 
 // Of the parcels, so many are published while the host waits for the number of rows, which takes
 // about as long; the others follow beside the pull.
-constexpr int kEarlyEighths = 3;
+constexpr int kEarlyEighths = 6;
 
 }  // namespace
 
@@ -138,7 +138,6 @@ void Runtime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, 
     end_dispatch(rows, row_weights, row_scales, num_rows);
     dispatch_.first_parcel = dispatch_.end_parcel;
     dispatch_.end_parcel = layout::ceil_div(dispatch_.num_tokens, layout::kParcelTokens);
-    dispatch_.behind_routing = false;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 

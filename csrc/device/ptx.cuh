@@ -59,21 +59,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 
-// The same for a while, in nanoseconds at most; whether it has completed.
-__device__ __forceinline__ bool mbarrier_wait_for(uint64_t* bar, uint32_t parity, uint32_t ns) {
-    uint32_t done;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}"
-        : "=r"(done)
-        : "r"(smem_address(bar)), "r"(parity), "r"(ns)
-        : "memory");
-    return done != 0;
-}
-
 // Waits for `threads` threads at one of the block's 16 barriers; 0 is __syncthreads()'s.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -67,8 +67,15 @@ struct Handover {
     __device__ __forceinline__ void await_filled(const Turn& turn) {
         ptx::mbarrier_wait(&filled_[turn.at], turn.parity);
     }
-    __device__ __forceinline__ bool is_filled_within(const Turn& turn, uint32_t ns) {
-        return ptx::mbarrier_wait_for(&filled_[turn.at], turn.parity, ns);
+    // The whole warp: so many entries in a row are filled, from the n-th that is used on.
+    __device__ __forceinline__ int num_filled(int n) {
+        static_assert(kMostEntries < kWarp);
+        const Turn turn = Turn::of(n + lane_id(), kMostEntries);
+        const bool filled = lane_id() < kMostEntries && is_filled(turn);
+        return __ffs(~__ballot_sync(kAllLanes, filled)) - 1;
+    }
+    __device__ __forceinline__ bool is_filled(const Turn& turn) {
+        return ptx::mbarrier_test(&filled_[turn.at], turn.parity);
     }
     __device__ __forceinline__ void freed(int entry) { ptx::mbarrier_arrive(&free_[entry]); }
 };

@@ -40,19 +40,16 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // A ring's part of shared memory.
 struct SumSmem {
-    static constexpr uint32_t kFlags = 32;
-    static constexpr uint32_t kAll = 1u << 31;
+    static constexpr int kFlags = 16;
 
     SlotHandover slots;
-    uint64_t* flags[kFlags];           // of sums that are stored, and not announced
-    uint32_t num_stored[kAdderWarps];  // sums with flags, so far; kAll as well: there is no more
-    uint32_t num_announced;            // of these
+    Handover<kFlags> stored;  // sums with flags, from adders to herald
+    uint64_t* flag[kFlags];   // null: there is no more
 
     // One thread, before a barrier of the block.
     __device__ void init(int num_slots) {
         slots.init(num_slots, kAdderWarps);
-        for (uint32_t& num : num_stored) num = 0;
-        num_announced = 0;
+        stored.init(kFlags, 1, kAdderWarps);
     }
 };
 
@@ -114,7 +111,7 @@ class Adder {
             if (num_sums > 0) add_sums(num_sums, place);
             finish();
         }
-        tell(num_flags_ | SumSmem::kAll);
+        hand_on(nullptr);
     }
 
   private:
@@ -204,23 +201,19 @@ class Adder {
         for (int v = 0; v < kVectors; ++v) {
             if (at(v) < bytes_) *reinterpret_cast<uint4*>(to + at(v)) = V::pack(sum_[v]);
         }
-        if (header().sum.flag != nullptr) {
-            if (adder_ == 0) owe(header().sum.flag);
-            tell(++num_flags_);
-        }
+        if (header().sum.flag != nullptr) hand_on(header().sum.flag);
         free_slot();
         turn_.advance(slots_.size());
     }
 
-    __device__ void owe(uint64_t* flag) {
-        while (num_flags_ - volatile_load(smem_.num_announced) == SumSmem::kFlags) {
+    __device__ __forceinline__ void hand_on(uint64_t* flag) {
+        if (adder_ == 0) {
+            smem_.stored.await_free(stored_);
+            smem_.flag[stored_.at] = flag;
         }
-        smem_.flags[num_flags_ % SumSmem::kFlags] = flag;
-    }
-    __device__ __forceinline__ void tell(uint32_t num_stored) {
-        __threadfence_block();  // the herald's fence is for all
         __syncwarp();
-        if (lane_id() == 0) volatile_store(smem_.num_stored[adder_ / kWarp], num_stored);
+        if (lane_id() == 0) smem_.stored.filled(stored_);
+        stored_.advance(SumSmem::kFlags);
     }
 
     __device__ __forceinline__ void free_slot() {
@@ -237,8 +230,7 @@ class Adder {
     const Slots& slots_;
     SumSmem& smem_;
     int adder_;
-    Turn turn_;
-    uint32_t num_flags_ = 0;
+    Turn turn_, stored_;
     int bytes_ = 0, terms_left_ = 0;
     uint4 term_[kVectors]{};
     float sum_[kVectors][V::kSize];
@@ -249,29 +241,30 @@ class Adder {
 // the GPU's timer; 0: there was none.
 template <int kRings>
 __device__ uint64_t announce_sums(SumSmem* const (&rings)[kRings], uint64_t value) {
-    uint32_t stored[kRings], announced[kRings] = {};
+    int announced[kRings] = {}, stored[kRings];
+    uint32_t at_work = (1u << kRings) - 1;  // a bit for each ring
     uint64_t last_ns = 0;
-    for (bool all = false; !all;) {
-        all = true;
-        bool any = false;
+    while (at_work != 0) {
+        int any = 0;
 #pragma unroll
         for (int r = 0; r < kRings; ++r) {
-            const uint32_t seen = volatile_load(rings[r]->num_stored[lane_id() % kAdderWarps]);
-            stored[r] = __reduce_min_sync(kAllLanes, seen);
-            all = all && (stored[r] & SumSmem::kAll);
-            stored[r] &= ~SumSmem::kAll;
-            any = any || stored[r] != announced[r];
+            stored[r] = at_work >> r & 1 ? rings[r]->stored.num_filled(announced[r]) : 0;
+            any |= stored[r];
         }
-        if (!any) continue;
+        if (any == 0) continue;
         ptx::fence_system();
 #pragma unroll
         for (int r = 0; r < kRings; ++r) {
-            for (uint32_t i = announced[r] + lane_id(); i < stored[r]; i += kWarp) {
-                ptx::store_relaxed(rings[r]->flags[i % SumSmem::kFlags], value);
+            bool is_end = false;
+            if (lane_id() < stored[r]) {
+                const int at = (announced[r] + lane_id()) % SumSmem::kFlags;
+                uint64_t* flag = rings[r]->flag[at];
+                is_end = flag == nullptr;
+                if (!is_end) ptx::store_relaxed(flag, value);
+                rings[r]->stored.freed(at);
             }
-            announced[r] = stored[r];
-            __syncwarp();
-            if (lane_id() == 0) volatile_store(rings[r]->num_announced, announced[r]);
+            announced[r] += stored[r];
+            if (__any_sync(kAllLanes, is_end)) at_work &= ~(1u << r);
         }
         last_ns = ptx::global_timer_ns();
     }

@@ -19,7 +19,7 @@ using namespace device;
 using layout::kChunkTokens;
 using layout::Phase;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 512;
 constexpr int kMaskWords = kChunkTokens / 32;
 
 struct Smem {

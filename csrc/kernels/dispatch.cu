@@ -20,16 +20,24 @@ namespace {
 // Warps: the walker looks up copies and waits until their sources have announced them; the loader
 // starts all bulk loads, the storer all stores of rows that have landed, and the spreader stores
 // their trailers; the writers publish and the herald announces, which takes microseconds; the
-// sweepers zero the padding.
-enum Role { kWalker, kLoader, kStorer, kSpreader, kHerald, kFirstSweeper };
+// sweepers zero the padding. All but the herald write where there is nothing to pull yet.
+enum Role { kHerald, kWalker, kLoader, kStorer, kSpreader, kFirstSweeper };
 constexpr int kSweepers = 2;
 constexpr int kFirstWriter = kFirstSweeper + kSweepers;
-constexpr int kThreads = (kFirstWriter + kWriters) * kWarp;
+constexpr int kWarps = kFirstWriter + kWriters;
+constexpr int kThreads = kWarps * kWarp;
 
 struct Smem {
     PublishSmem publish;
     PullSmem pull;
 };
+
+__device__ __forceinline__ int first_writer(const DispatchParams& p) {
+    return p.pulls ? kFirstWriter : kHerald + 1;
+}
+__device__ __forceinline__ int num_writers(const DispatchParams& p) {
+    return kWarps - first_writer(p);
+}
 
 // ---- the call as a whole
 
@@ -65,17 +73,25 @@ __device__ void zero_row(const DispatchParams& p, int64_t row) {
     if (lane_id() == 0 && p.record.weight_bytes > 0) p.row_weights[row] = 0.f;
 }
 
-// The end of each expert's group, and the tail after the last.
+// The end of each expert's group, and the tail after the last. A lane looks up an expert.
 __device__ void zero_padding(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
                              uint64_t epoch) {
     if (!handle.header[layout::HandleLayout::kMayHavePadding]) return;
     const Stopwatch zeroing(p.context.trace);
     const int experts = p.context.buffer.num_local_experts;
     const int first = blockIdx.x * kSweepers + sweeper, step = gridDim.x * kSweepers;
-    for (int e = 0; e <= experts; ++e) {
-        int64_t begin = handle.offsets[e] + (e < experts ? handle.counts[e] : 0);
-        int64_t end = e < experts ? handle.offsets[e + 1] : p.num_rows;
-        for (int64_t row = begin + first; row < end; row += step) zero_row(p, row);
+    for (int base = 0; base <= experts; base += kWarp) {
+        const int e = base + lane_id();
+        int begin = 0, end = 0;
+        if (e <= experts) begin = handle.offsets[e] + (e < experts ? handle.counts[e] : 0);
+        if (e <= experts) end = e < experts ? handle.offsets[e + 1] : int(p.num_rows);
+        for (uint32_t left = __ballot_sync(kAllLanes, begin < end); left != 0; left &= left - 1) {
+            const int lane = __ffs(left) - 1;
+            const int last = __shfl_sync(kAllLanes, end, lane);
+            for (int row = __shfl_sync(kAllLanes, begin, lane) + first; row < last; row += step) {
+                zero_row(p, row);
+            }
+        }
     }
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
@@ -93,12 +109,13 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
                                      Smem& smem, uint64_t epoch) {
     const bool is_first_sweeper = blockIdx.x == 0 && role == kFirstSweeper;
     if (is_first_sweeper) announce_arrival(p, epoch);
-    if (role >= kFirstWriter) {
-        if (publishes(p)) write_parcels(p, handle, smem.publish, role - kFirstWriter, epoch);
-    } else if (role == kHerald) {
+    if (role == kHerald) {
         if (publishes(p)) announce_parcels(p, smem.publish, epoch);
+    } else if (role >= first_writer(p)) {
+        const int writer = role - first_writer(p);
+        if (publishes(p)) write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch);
     }
-    if (!p.pulls || role == kHerald || role >= kFirstWriter) return;
+    if (role == kHerald || role >= first_writer(p)) return;
 
     // publishing needs what publish_routing wrote, pulling what assign_rows did
     ptx::await_kernel_before();
@@ -129,9 +146,9 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     if (threadIdx.x == 0) {
         smem.pull.jobs.init(kJobs, kUsers);
         smem.pull.slots.init(slots.size(), kUsers);
+        smem.publish.parcels.init(PublishSmem::kParcels, 1, num_writers(p));
         smem.pull.failed = has_fault(watch.state);
     }
-    if (threadIdx.x < kWriters) smem.publish.parcels_written[threadIdx.x] = 0;
     __syncthreads();
     if (smem.pull.failed) return;
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);

@@ -5,6 +5,7 @@
 #pragma once
 
 #include "device/flag.cuh"
+#include "device/ring.cuh"
 #include "device/trace.cuh"
 #include "device/warp.cuh"
 #include "kernels/kernels.h"
@@ -18,7 +19,9 @@ constexpr int kWriters = 4;         // more would take the SM's stores away from
 constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way
 
 struct PublishSmem {
-    uint32_t parcels_written[kWriters];  // of this block, so far
+    static constexpr int kParcels = 8;
+
+    Handover<kParcels> parcels;  // of this block, from writers to herald
 };
 
 // A rank by itself has nobody to publish for, but its trailers take the way of all.
@@ -49,15 +52,15 @@ __device__ void copy_row(char* to, const char* from, int bytes) {
     }
 }
 
-// The writer's rows of a parcel.
+// The rows of a parcel that are those of one of the writers.
 __device__ void write_rows(const DispatchParams& p, const layout::HandleView& handle, int writer,
-                           int parcel, uint64_t epoch) {
+                           int num_writers, int parcel, uint64_t epoch) {
     const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
     const bool travels =
         lane_id() < kParcelTokens && token < p.num_tokens && __ldg(&handle.num_others[token]) > 0;
     uint32_t left = __ballot_sync(kAllLanes, travels);
     for (int turn = 0; left != 0; ++turn, left &= left - 1) {
-        if (turn % kWriters != writer) continue;
+        if (turn % num_writers != writer) continue;
         const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
         copy_row(p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, mine),
                  p.x + mine * p.x_stride, p.record.row_bytes);
@@ -67,7 +70,7 @@ __device__ void write_rows(const DispatchParams& p, const layout::HandleView& ha
 // The writers' part of a parcel's trailers: scales as they are; weights by place (the order of the
 // token's distinct experts), those of repeated experts added, as the peers' rows refer to them.
 __device__ void write_trailers(const DispatchParams& p, const layout::HandleView& handle,
-                               int writer, int parcel, uint64_t epoch) {
+                               int writer, int num_writers, int parcel, uint64_t epoch) {
     const int64_t first = int64_t(parcel) * kParcelTokens;
     const int count = int(min(int64_t(kParcelTokens), p.num_tokens - first));
     const int64_t record_bytes = p.context.buffer.record_bytes;
@@ -77,7 +80,7 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
     const bool wide = p.record.scale_bytes % 4 == 0 && p.scales_stride % 4 == 0;
     const int step = wide ? 4 : 1, units = p.record.scale_bytes / step;
 #pragma unroll 4
-    for (int i = writer * kWarp + lane_id(); i < count * units; i += kWriters * kWarp) {
+    for (int i = writer * kWarp + lane_id(); i < count * units; i += num_writers * kWarp) {
         const int in_parcel = i / units, at = (i - in_parcel * units) * step;
         const char* from = p.scales + (first + in_parcel) * p.scales_stride + at;
         char* to = trailers + in_parcel * record_bytes + at;
@@ -91,7 +94,7 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
 
     const int topk = p.context.buffer.topk, per_step = kWarp / topk;
     const int group = lane_id() / topk, slot = lane_id() % topk;
-    for (int base = writer * per_step; base < count; base += kWriters * per_step) {
+    for (int base = writer * per_step; base < count; base += num_writers * per_step) {
         const int in_parcel = base + group;
         const int64_t token = first + in_parcel;
         const bool active = group < per_step && in_parcel < count;
@@ -111,40 +114,38 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
 }
 
 __device__ void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
-                              PublishSmem& smem, int writer, uint64_t epoch) {
-    const Stopwatch writing(p.context.trace);
-    int num_written = 0;
+                              PublishSmem& smem, int writer, int num_writers, uint64_t epoch) {
+    Turn turn;
     for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
-        write_rows(p, handle, writer, parcel, epoch);
-        write_trailers(p, handle, writer, parcel, epoch);
-        __threadfence_block();  // the herald's fence is for all
+        smem.parcels.await_free(turn);
+        write_rows(p, handle, writer, num_writers, parcel, epoch);
+        write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
-        ++num_written;
-        if (lane_id() == 0) volatile_store(smem.parcels_written[writer], uint32_t(num_written));
+        if (lane_id() == 0) smem.parcels.filled(turn);
+        turn.advance(PublishSmem::kParcels);
     }
-    if (writer == 0 && lane_id() == 0) writing.note(Span::kPublishRows, epoch);
 }
 
 // The block's parcels in turn, as many at once as are written: a fence for the whole system takes
 // longer than writing a parcel.
-__device__ void announce_parcels(const DispatchParams& p, const PublishSmem& smem, uint64_t epoch) {
+__device__ void announce_parcels(const DispatchParams& p, PublishSmem& smem, uint64_t epoch) {
+    const Stopwatch publishing(p.context.trace);
     const auto& b = p.context.buffer;
-    const auto* written = static_cast<const volatile uint32_t*>(smem.parcels_written);
     const uint64_t value = flag_value(epoch, p.record.signature());
     auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
     int announced = 0;
     while (parcel(announced) < p.end_parcel) {
-        const int ready = int(__reduce_min_sync(kAllLanes, written[lane_id() % kWriters]));
-        if (ready == announced) continue;
+        const int ready = smem.parcels.num_filled(announced);
+        if (ready == 0) continue;
         ptx::fence_system();
-        const int num_flags = (ready - announced) * b.num_ranks;
-        for (int i = lane_id(); i < num_flags; i += kWarp) {
+        for (int i = lane_id(); i < ready * b.num_ranks; i += kWarp) {
             const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
             ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
-        announced = ready;
-        __syncwarp();
+        if (lane_id() < ready) smem.parcels.freed((announced + lane_id()) % PublishSmem::kParcels);
+        announced += ready;
     }
+    if (lane_id() == 0) publishing.note(Span::kPublishRows, epoch);
 }
 
 }  // namespace hybrid_ep::kernels

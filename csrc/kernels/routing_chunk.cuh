@@ -17,7 +17,7 @@ using namespace device;
 using layout::kChunkTokens;
 using layout::Phase;
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 1024;
 constexpr int kTokensPerWarp = kChunkTokens / (kThreads / kWarp);
 
 struct ChunkSmem {
