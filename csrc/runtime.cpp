@@ -16,7 +16,7 @@ cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>
 
 // Of the parcels, so many are published while the host waits for the number of rows, which takes
 // about as long; the others follow beside the pull.
-constexpr int kEarlyEighths = 6;
+constexpr int kEarlyEighths = 3;
 
 }  // namespace
 

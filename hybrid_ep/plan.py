@@ -30,8 +30,11 @@ ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
-SM_GBS = 60.0  # TMA stores to local memory by one SM; the reducer's loads come to the same
-HBM_GBS = 3350.0  # a device copy, read and write counted: 4096 x 7168 bf16 in 35 us
+# docs/performance.md, experiments 5, 18 and 20
+SM_OUTPUT_GBS = 62.0  # what one SM sends: its stores, 32 bytes a clock
+LOAD_SHARE = 0.25  # of its bytes: what a load's requests take of that
+SM_SUMS_GBS = 66.0  # rows that one SM adds
+HBM_GBS = 4140.0  # a copy on the device, read and write counted
 
 
 @dataclass(frozen=True)
@@ -235,13 +238,15 @@ def make_plan(
             bounds.append(_bound("network", network.expected, network_gbs))
         return Phase(wire_bytes, nvlink, network, once_a_rank, once_an_expert, tuple(bounds))
 
-    sm_gbs = SM_GBS * num_sms
+    # a token is read and written to publish it, each copy is read once and written to all its rows
+    copies = tokens * load.copies.expected
+    written, read = (tokens + rows.expected) * row_bytes, (tokens + copies) * row_bytes
     dispatch_bounds = [
-        _bound("SM stores", rows.expected * row_bytes, sm_gbs),
-        _bound("publish copy", 2 * tokens * row_bytes, HBM_GBS),
+        _bound("SM output", written + LOAD_SHARE * read, SM_OUTPUT_GBS * num_sms),
+        _bound("memory", written + read, HBM_GBS),
     ]
-    # experts' rows are read where they are, their sums once more at home
-    loads = (rows.expected + tokens * load.copies.expected) * sum_bytes
+    # experts' rows are added where they are, the sums of other ranks at home
+    added = (rows.expected + copies * (1 - 1 / num_ranks)) * sum_bytes
     return Plan(
         num_ranks=num_ranks,
         ranks_per_node=ranks_per_node,
@@ -283,7 +288,7 @@ def make_plan(
         combine=phase(
             tuple(link.reversed() for link in load.links),
             round_up(sum_bytes, 16),
-            [_bound("SM loads", loads, sm_gbs)],
+            [_bound("SM sums", added, SM_SUMS_GBS * num_sms)],
         ),
         beyond=beyond(
             "nvlink" if num_nodes == 1 else "nvshmem",

@@ -40,7 +40,7 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // A ring's part of shared memory.
 struct SumSmem {
-    static constexpr int kFlags = 16;
+    static constexpr int kFlags = 31;
 
     SlotHandover slots;
     Handover<kFlags> stored;  // sums with flags, from adders to herald
@@ -255,18 +255,19 @@ __device__ uint64_t announce_sums(SumSmem* const (&rings)[kRings], uint64_t valu
         ptx::fence_system();
 #pragma unroll
         for (int r = 0; r < kRings; ++r) {
-            bool is_end = false;
+            bool is_end = false, is_sum = false;
             if (lane_id() < stored[r]) {
                 const int at = (announced[r] + lane_id()) % SumSmem::kFlags;
                 uint64_t* flag = rings[r]->flag[at];
                 is_end = flag == nullptr;
-                if (!is_end) ptx::store_relaxed(flag, value);
+                is_sum = !is_end;
+                if (is_sum) ptx::store_relaxed(flag, value);
                 rings[r]->stored.freed(at);
             }
             announced[r] += stored[r];
+            if (__any_sync(kAllLanes, is_sum)) last_ns = ptx::global_timer_ns();
             if (__any_sync(kAllLanes, is_end)) at_work &= ~(1u << r);
         }
-        last_ns = ptx::global_timer_ns();
     }
     return last_ns;
 }

@@ -50,6 +50,7 @@ struct Smem {
     RingSmem ring[kRings];
     bool failed;  // a peer did not come: the call stays open
 };
+static_assert(sizeof(Smem) <= layout::kStaticSmemBytes);
 
 __host__ __device__ uint32_t signature(const CombineParams& p) {
     return layout::RecordLayout{p.row_bytes, 0, p.values != nullptr ? 4 : 0}.signature();

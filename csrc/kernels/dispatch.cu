@@ -31,6 +31,7 @@ struct Smem {
     PublishSmem publish;
     PullSmem pull;
 };
+static_assert(sizeof(Smem) <= layout::kStaticSmemBytes);
 
 __device__ __forceinline__ int first_writer(const DispatchParams& p) {
     return p.pulls ? kFirstWriter : kHerald + 1;

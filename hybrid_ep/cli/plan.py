@@ -245,7 +245,8 @@ def _memory(plan: Plan) -> Rows:
     notes = {
         "outbox": "tokens that others pull, 2 calls",
         "routing_inbox": "the peers' top-k, 2 calls",
-        "inbox": "reduced rows that come home",
+        "inbox": "sums of other ranks that come home",
+        "sum_flags": "which of them have come",
         "value_inbox": "gradients of weights that come home",
         "relay_window": "tokens from rail peers, until my node has pulled them",
         "push_window": "sums of my node's ranks, on their way to rail peers",

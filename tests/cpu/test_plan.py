@@ -263,13 +263,15 @@ def test_one_rank_moves_nothing() -> None:
 
 
 def test_bounds_of_the_measured_case() -> None:
-    """Two ranks, 16 experts: 58.7 MB each way at 330 GB/s, 470 MB of rows on 32 SMs."""
+    """Two ranks, 16 experts, 32 SMs: 58.7 MB each way, 8 rows a token, published and read twice."""
     plan = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16})
     us = {bound.limit: bound.us for bound in plan.dispatch.bounds}
     assert us["NVLink"] == pytest.approx(178, abs=1)
-    assert us["SM stores"] == pytest.approx(245, abs=1)
-    assert us["publish copy"] == pytest.approx(35, abs=1)
-    assert plan.dispatch.dominant.limit == "SM stores"
+    assert us["SM output"] == pytest.approx(9.75 * 58.7e3 / (32 * 62), abs=1)
+    assert us["memory"] == pytest.approx(12 * 58.7e3 / 4140, abs=1)
+    assert plan.dispatch.dominant.limit == "SM output"
+    us = {bound.limit: bound.us for bound in plan.combine.bounds}
+    assert us["SM sums"] == pytest.approx(9 * 58.7e3 / (32 * 66), abs=1)
     more_sms = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16, "num_sms": 64})
     assert more_sms.dispatch.dominant.limit == "NVLink"
 
