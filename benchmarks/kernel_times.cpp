@@ -173,28 +173,26 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
 
     for (int call = 0; call < kWarmup + kCalls; ++call) {
         const Inputs& in = inputs[call % kInputs];
-        const uintptr_t sizes = counts;  // counts, offsets and required_rows in a row
-        const uint64_t ticket =
-            runtime.route(in.topk_idx, 4, shape.topk, shape.tokens, 1, -1, true, words, sizes,
-                          sizes + 4 * local, sizes + 4 * (2 * local + 1), on);
+        hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1};
+        const hybrid_ep::NewLayout layout{words, counts, counts + 4 * local,
+                                          counts + 4 * (2 * local + 1)};
+        const uint64_t ticket = runtime.route(choices, layout, true, on);
         const auto needed = runtime.required_rows(ticket, on);
         if (!needed) break;
         barrier(board, shape.ranks);
         keep_busy(ballast, stream);  // so that the host is ahead of the GPU
         // the ranks meet in a dispatch that is not timed
-        auto dispatch = [&] {
-            runtime.dispatch(in.x, row_bytes, row_bytes, in.weights, shape.topk, 0, 0, 0,
-                             shape.tokens, words, rows, row_weights, 0, *needed, on);
-        };
-        dispatch();
+        const hybrid_ep::Sent sent{in.x,         row_bytes, row_bytes, in.weights,   shape.topk,
+                                   /*scales*/ 0, 0,         0,         shape.tokens, words};
+        const hybrid_ep::Received received{rows, row_weights, 0, *needed};
+        runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[0], stream);
-        runtime.dispatch_fresh(in.topk_idx, 4, shape.topk, 1, sizes, in.x, row_bytes, row_bytes,
-                               in.weights, shape.topk, 0, 0, 0, shape.tokens, words, rows,
-                               row_weights, 0, *needed, on);
+        choices.max_rows = *needed;
+        runtime.dispatch_fresh(choices, layout, sent, received, on);
         cudaEventRecord(marks[1], stream);
-        dispatch();
+        runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[2], stream);
-        runtime.combine(rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words, on);
+        runtime.combine({rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words}, on);
         cudaEventRecord(marks[3], stream);
         check_cuda(cudaStreamSynchronize(stream), "the kernels");
         barrier(board, shape.ranks);

@@ -68,70 +68,65 @@ void NetworkRuntime::destroy() {
     cudaGetLastError();
 }
 
-uint64_t NetworkRuntime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride,
-                               int num_tokens, int align, int64_t max_rows, bool want_mail,
-                               uintptr_t words, uintptr_t counts, uintptr_t offsets,
-                               uintptr_t required_rows, uintptr_t stream) {
+uint64_t NetworkRuntime::route(const Choices& choices, const NewLayout& layout, bool want_mail,
+                               uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::SpreadRoutingParams spread{};
     spread.context = context_;
-    spread.topk_idx = at<void>(topk_idx);
-    spread.idx_bytes = idx_bytes;
-    spread.idx_stride = idx_stride;
-    spread.num_tokens = num_tokens;
+    spread.topk_idx = at<void>(choices.topk_idx);
+    spread.idx_bytes = choices.idx_bytes;
+    spread.idx_stride = choices.idx_stride;
+    spread.num_tokens = choices.num_tokens;
     spread.num_blocks = routing_blocks_;
-    spread.words = at<int32_t>(words);
+    spread.words = at<int32_t>(layout.words);
     kernels_.spread_routing(spread, to_stream(stream));
 
     kernels::AssignRowsParams assign{};
     assign.context = context_.world;
     assign.num_publish_blocks = routing_blocks_;
-    assign.align = align;
-    assign.max_rows = max_rows;
-    assign.words = at<int32_t>(words);
-    assign.counts = at<int32_t>(counts);
-    assign.offsets = at<int32_t>(offsets);
-    assign.required_rows = at<int32_t>(required_rows);
+    assign.align = choices.align;
+    assign.max_rows = choices.max_rows;
+    assign.words = at<int32_t>(layout.words);
+    assign.counts = at<int32_t>(layout.counts);
+    assign.offsets = at<int32_t>(layout.offsets);
+    assign.required_rows = at<int32_t>(layout.required_rows);
     if (want_mail) {
         assign.ticket = calls_->next_ticket();
         assign.mail = calls_->mail_of(assign.ticket);
     }
     kernels::launch_assign_rows(assign, to_stream(stream));
-    kernels::launch_keep_routing({context_, at<int32_t>(words)}, to_stream(stream));
+    kernels::launch_keep_routing({context_, at<int32_t>(layout.words)}, to_stream(stream));
     return assign.ticket;
 }
 
-void NetworkRuntime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                             int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                             int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
+void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::FillOutboxParams& p = fill_;
     p.context = context_;
-    p.record = {row_bytes, scale_bytes, weights != 0 ? 4 * config_.topk : 0};
-    p.x = at<char>(x);
-    p.scales = at<char>(scales);
-    p.weights = at<float>(weights);
-    p.x_stride = x_stride;
-    p.scales_stride = scales_stride;
-    p.weights_stride = weights_stride;
-    p.num_tokens = num_tokens;
+    p.record = {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * config_.topk : 0};
+    p.x = at<char>(sent.x);
+    p.scales = at<char>(sent.scales);
+    p.weights = at<float>(sent.weights);
+    p.x_stride = sent.x_stride;
+    p.scales_stride = sent.scales_stride;
+    p.weights_stride = sent.weights_stride;
+    p.num_tokens = sent.num_tokens;
     p.num_blocks = config_.num_sms_publish;
-    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
+    p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
     p.ring = layout::move_warp_ring(p.slices, p.record);
-    p.words = at<int32_t>(words);
+    p.words = at<int32_t>(sent.words);
     kernels::launch_fill_outbox(p, to_stream(stream));
 }
 
-void NetworkRuntime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
-                          int64_t num_rows, uintptr_t stream) {
+void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelayRowsParams p{};
     p.context = context_;
     p.record = fill_.record;
-    p.rows = at<char>(rows);
-    p.scales = at<char>(row_scales);
-    p.weights = at<float>(row_weights);
-    p.num_rows = num_rows;
+    p.rows = at<char>(received.rows);
+    p.scales = at<char>(received.row_scales);
+    p.weights = at<float>(received.row_weights);
+    p.num_rows = received.num_rows;
     p.num_fill_blocks = fill_.num_blocks;
     p.num_send_blocks = config_.num_sms_send;
     p.num_pull_blocks = config_.num_sms_dispatch - config_.num_sms_send;
@@ -141,51 +136,34 @@ void NetworkRuntime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_s
     kernels_.relay_rows(p, to_stream(stream));
 }
 
-void NetworkRuntime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                              int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                              int scale_bytes, int num_tokens, uintptr_t words, uintptr_t rows,
-                              uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-                              uintptr_t stream) {
-    publish(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride, scale_bytes,
-            num_tokens, words, stream);
-    pull(rows, row_weights, row_scales, num_rows, stream);
+void NetworkRuntime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
+    publish(sent, stream);
+    pull(received, stream);
 }
 
-void NetworkRuntime::dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride,
-                                    int align, uintptr_t sizes, uintptr_t x, int64_t x_stride,
-                                    int row_bytes, uintptr_t weights, int64_t weights_stride,
-                                    uintptr_t scales, int64_t scales_stride, int scale_bytes,
-                                    int num_tokens, uintptr_t words, uintptr_t rows,
-                                    uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-                                    uintptr_t stream) {
-    const int experts = context_.relay.world.num_local_experts;
-    const uintptr_t offsets = sizes + sizeof(int32_t) * experts;
-    const uintptr_t required_rows = offsets + sizeof(int32_t) * (experts + 1);
-    route(topk_idx, idx_bytes, idx_stride, num_tokens, align, num_rows, false, words, sizes,
-          offsets, required_rows, stream);
-    dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride, scale_bytes,
-             num_tokens, words, rows, row_weights, row_scales, num_rows, stream);
+void NetworkRuntime::dispatch_fresh(const Choices& choices, const NewLayout& layout,
+                                    const Sent& sent, const Received& received, uintptr_t stream) {
+    route(choices, layout, false, stream);
+    dispatch(sent, received, stream);
 }
 
-void NetworkRuntime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights,
-                             uintptr_t values, uintptr_t y, uintptr_t home_values, int num_tokens,
-                             uintptr_t words, uintptr_t stream) {
+void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelaySumsParams p{};
     p.context = context_;
-    p.type = kernels::SumType(type);
-    p.row_bytes = row_bytes;
-    p.rows = at<char>(rows);
-    p.weights = at<float>(weights);
-    p.values = at<float>(values);
-    p.y = at<char>(y);
-    p.home_values = at<float>(home_values);
-    p.num_tokens = num_tokens;
+    p.type = kernels::SumType(summed.type);
+    p.row_bytes = summed.row_bytes;
+    p.rows = at<char>(summed.rows);
+    p.weights = at<float>(summed.weights);
+    p.values = at<float>(summed.values);
+    p.y = at<char>(summed.y);
+    p.home_values = at<float>(summed.home_values);
+    p.num_tokens = summed.num_tokens;
     // pushing reads every row of the experts, the other roles only sums of them
     p.num_forward_blocks = p.num_home_blocks = std::max(1, config_.num_sms_combine / 4);
     p.num_push_blocks = config_.num_sms_combine - p.num_forward_blocks - p.num_home_blocks;
     p.ring = layout::sum_warp_ring();
-    p.words = at<int32_t>(words);
+    p.words = at<int32_t>(summed.words);
     kernels_.relay_sums(p, to_stream(stream));
 }
 

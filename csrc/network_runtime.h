@@ -11,6 +11,7 @@
 
 #include "call_state.h"
 #include "kernels/internode.h"
+#include "verbs.h"
 
 namespace hybrid_ep {
 
@@ -44,33 +45,14 @@ class NetworkRuntime {
     // Waits for this rank's kernels; the memory is free then. Idempotent.
     void destroy();
 
-    uint64_t route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens, int align,
-                   int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
-                   uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
-
-    // The two halves of a dispatch, and both. `pull` goes with the `publish` before.
-    void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                 int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
-                 int num_tokens, uintptr_t words, uintptr_t stream);
-    void pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-              uintptr_t stream);
-    void dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
-                  int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
-                  uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
-
-    // A fresh dispatch whose `num_rows` bounds its rows: route, and both halves. `sizes` is one
-    // tensor for counts, offsets and required_rows, which follow each other.
-    void dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
-                        uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
-                        uintptr_t weights, int64_t weights_stride, uintptr_t scales,
-                        int64_t scales_stride, int scale_bytes, int num_tokens, uintptr_t words,
-                        uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
-                        int64_t num_rows, uintptr_t stream);
-
-    void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
-                 uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
-                 uintptr_t stream);
+    uint64_t route(const Choices& choices, const NewLayout& layout, bool want_mail,
+                   uintptr_t stream);
+    void publish(const Sent& sent, uintptr_t stream);
+    void pull(const Received& received, uintptr_t stream);
+    void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
+    void dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                        const Received& received, uintptr_t stream);
+    void combine(const Summed& summed, uintptr_t stream);
 
     std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;
     std::optional<FaultReport> fault() const;

@@ -1,15 +1,12 @@
 // hybrid_ep._nvshmem: the runtime of several nodes as Python sees it. Addresses and streams are
 // integers. Its types are its own: hybrid_ep._nvlink may have some of the same name.
-#include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
-
+#include "bind_verbs.h"
 #include "kernels/loopback.h"
 #include "kernels/nvshmem.h"
 #include "memory/nvshmem_heap.h"
 #include "memory/peer_memory.h"
 #include "network_runtime.h"
 
-namespace py = pybind11;
 using namespace hybrid_ep;
 
 namespace {
@@ -64,40 +61,17 @@ PYBIND11_MODULE(_nvshmem, m) {
                 .num_words;
         });
 
-    py::class_<FaultReport>(m, "FaultReport", py::module_local())
-        .def_readonly("kind", &FaultReport::kind)
-        .def_readonly("phase", &FaultReport::phase)
-        .def_readonly("peer", &FaultReport::peer)
-        .def_readonly("channel", &FaultReport::channel)
-        .def_readonly("epoch", &FaultReport::epoch)
-        .def_readonly("seen", &FaultReport::seen);
+    bind_fault_report(m);
 
-    py::class_<NetworkRuntime>(m, "NetworkRuntime", py::module_local())
+    py::class_<NetworkRuntime> runtime(m, "NetworkRuntime", py::module_local());
+    runtime
         .def(py::init([](const NetworkConfig& config, bool loopback) {
                  return new NetworkRuntime(
                      config, loopback ? kernels::kLoopbackKernels : kernels::kNvshmemKernels);
              }),
              py::arg("config"), py::arg("loopback") = false)
-        .def("attach", &NetworkRuntime::attach)
-        .def("destroy", &NetworkRuntime::destroy, py::call_guard<py::gil_scoped_release>())
-        .def_property_readonly("handle_words", &NetworkRuntime::handle_words)
-        .def_property_readonly("symmetric_bytes", &NetworkRuntime::symmetric_bytes)
-        .def("route", &NetworkRuntime::route)
-        .def("publish", &NetworkRuntime::publish)
-        .def("pull", &NetworkRuntime::pull)
-        .def("dispatch", &NetworkRuntime::dispatch)
-        .def("dispatch_fresh", &NetworkRuntime::dispatch_fresh)
-        .def("combine", &NetworkRuntime::combine)
-        .def("required_rows", &NetworkRuntime::required_rows,
-             py::call_guard<py::gil_scoped_release>())
-        .def("fault", &NetworkRuntime::fault)
-        .def("take_trace", [](NetworkRuntime& self) {
-            std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t>> events;
-            for (const TraceEvent& e : self.take_trace()) {
-                events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns);
-            }
-            return events;
-        });
+        .def("attach", &NetworkRuntime::attach);
+    bind_verbs(runtime);
 
     // For tests of the loopback, whose memory is mapped by CUDA IPC.
     py::class_<memory::PeerMemory>(m, "PeerMemory", py::module_local())

@@ -58,30 +58,28 @@ kernels::Context Runtime::context() const {
     return {memory_->peers(), config_.rank, buffer_, handle_, calls_->watch(), calls_->trace()};
 }
 
-uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens,
-                        int align, int64_t max_rows, bool want_mail, uintptr_t words,
-                        uintptr_t counts, uintptr_t offsets, uintptr_t required_rows,
+uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool want_mail,
                         uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::PublishRoutingParams publish{};
     publish.context = context();
-    publish.topk_idx = at<void>(topk_idx);
-    publish.idx_bytes = idx_bytes;
-    publish.idx_stride = idx_stride;
-    publish.num_tokens = num_tokens;
+    publish.topk_idx = at<void>(choices.topk_idx);
+    publish.idx_bytes = choices.idx_bytes;
+    publish.idx_stride = choices.idx_stride;
+    publish.num_tokens = choices.num_tokens;
     publish.num_blocks = routing_blocks_;
-    publish.words = at<int32_t>(words);
+    publish.words = at<int32_t>(layout.words);
     kernels::launch_publish_routing(publish, to_stream(stream));
 
     kernels::AssignRowsParams assign{};
     assign.context = publish.context;
     assign.num_publish_blocks = routing_blocks_;
-    assign.align = align;
-    assign.max_rows = max_rows;
-    assign.words = at<int32_t>(words);
-    assign.counts = at<int32_t>(counts);
-    assign.offsets = at<int32_t>(offsets);
-    assign.required_rows = at<int32_t>(required_rows);
+    assign.align = choices.align;
+    assign.max_rows = choices.max_rows;
+    assign.words = at<int32_t>(layout.words);
+    assign.counts = at<int32_t>(layout.counts);
+    assign.offsets = at<int32_t>(layout.offsets);
+    assign.required_rows = at<int32_t>(layout.required_rows);
     if (want_mail) {
         assign.ticket = calls_->next_ticket();
         assign.mail = calls_->mail_of(assign.ticket);
@@ -90,105 +88,83 @@ uint64_t Runtime::route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, i
     return assign.ticket;
 }
 
-void Runtime::begin_dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                             int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                             int scale_bytes, int num_tokens, uintptr_t words) {
+void Runtime::begin_dispatch(const Sent& sent) {
     kernels::DispatchParams& p = dispatch_;
     p = {};
-    p.end_parcel = layout::ceil_div(num_tokens, layout::kParcelTokens);
+    p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
     p.context = context();
-    p.record = {row_bytes, scale_bytes, weights != 0 ? 4 * config_.topk : 0};
-    p.x = at<char>(x);
-    p.scales = at<char>(scales);
-    p.weights = at<float>(weights);
-    p.x_stride = x_stride;
-    p.scales_stride = scales_stride;
-    p.weights_stride = weights_stride;
-    p.num_tokens = num_tokens;
-    p.slices = layout::SliceLayout::make(row_bytes, config_.slice_bytes);
+    p.record = {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * config_.topk : 0};
+    p.x = at<char>(sent.x);
+    p.scales = at<char>(sent.scales);
+    p.weights = at<float>(sent.weights);
+    p.x_stride = sent.x_stride;
+    p.scales_stride = sent.scales_stride;
+    p.weights_stride = sent.weights_stride;
+    p.num_tokens = sent.num_tokens;
+    p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
     p.ring = layout::move_ring(p.slices, p.record);
-    p.words = at<int32_t>(words);
+    p.words = at<int32_t>(sent.words);
 }
 
-void Runtime::end_dispatch(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
-                           int64_t num_rows) {
+void Runtime::end_dispatch(const Received& received) {
     kernels::DispatchParams& p = dispatch_;
     p.pulls = true;
     p.num_blocks = config_.num_sms_dispatch;
-    p.rows = at<char>(rows);
-    p.row_weights = at<float>(row_weights);
-    p.row_scales = at<char>(row_scales);
-    p.num_rows = num_rows;
+    p.rows = at<char>(received.rows);
+    p.row_weights = at<float>(received.row_weights);
+    p.row_scales = at<char>(received.row_scales);
+    p.num_rows = received.num_rows;
 }
 
-void Runtime::publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                      int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                      int scale_bytes, int num_tokens, uintptr_t words, uintptr_t stream) {
+void Runtime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
-                   scale_bytes, num_tokens, words);
+    begin_dispatch(sent);
     dispatch_.num_blocks = config_.num_sms_publish;
     dispatch_.end_parcel = dispatch_.end_parcel * kEarlyEighths / 8;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
-void Runtime::pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-                   uintptr_t stream) {
+void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    end_dispatch(rows, row_weights, row_scales, num_rows);
+    end_dispatch(received);
     dispatch_.first_parcel = dispatch_.end_parcel;
     dispatch_.end_parcel = layout::ceil_div(dispatch_.num_tokens, layout::kParcelTokens);
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
-void Runtime::dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                       int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                       int scale_bytes, int num_tokens, uintptr_t words, uintptr_t rows,
-                       uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-                       uintptr_t stream) {
+void Runtime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
-                   scale_bytes, num_tokens, words);
-    end_dispatch(rows, row_weights, row_scales, num_rows);
+    begin_dispatch(sent);
+    end_dispatch(received);
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
-void Runtime::dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
-                             uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
-                             uintptr_t weights, int64_t weights_stride, uintptr_t scales,
-                             int64_t scales_stride, int scale_bytes, int num_tokens,
-                             uintptr_t words, uintptr_t rows, uintptr_t row_weights,
-                             uintptr_t row_scales, int64_t num_rows, uintptr_t stream) {
-    const uintptr_t offsets = sizes + sizeof(int32_t) * buffer_.num_local_experts;
-    const uintptr_t required_rows = offsets + sizeof(int32_t) * (buffer_.num_local_experts + 1);
+void Runtime::dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                             const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    route(topk_idx, idx_bytes, idx_stride, num_tokens, align, num_rows, false, words, sizes,
-          offsets, required_rows, stream);
-    begin_dispatch(x, x_stride, row_bytes, weights, weights_stride, scales, scales_stride,
-                   scale_bytes, num_tokens, words);
-    end_dispatch(rows, row_weights, row_scales, num_rows);
+    route(choices, layout, false, stream);
+    begin_dispatch(sent);
+    end_dispatch(received);
     dispatch_.behind_routing = true;
     kernels::launch_dispatch(dispatch_, to_stream(stream));
 }
 
-void Runtime::combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
-                      uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
-                      uintptr_t stream) {
+void Runtime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::CombineParams p{};
     p.context = context();
-    p.type = kernels::SumType(type);
-    p.row_bytes = row_bytes;
-    p.rows = at<char>(rows);
-    p.weights = at<float>(weights);
-    p.values = at<float>(values);
-    p.y = at<char>(y);
-    p.home_values = at<float>(home_values);
-    p.num_tokens = num_tokens;
+    p.type = kernels::SumType(summed.type);
+    p.row_bytes = summed.row_bytes;
+    p.rows = at<char>(summed.rows);
+    p.weights = at<float>(summed.weights);
+    p.values = at<float>(summed.values);
+    p.y = at<char>(summed.y);
+    p.home_values = at<float>(summed.home_values);
+    p.num_tokens = summed.num_tokens;
     p.num_blocks = config_.num_sms_combine;
-    p.slices = layout::SliceLayout::make(row_bytes, layout::kMostSumBytes);
+    p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
-    p.words = at<int32_t>(words);
+    p.words = at<int32_t>(summed.words);
     kernels::launch_combine(p, to_stream(stream));
 }
 

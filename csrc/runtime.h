@@ -12,6 +12,7 @@
 #include "call_state.h"
 #include "kernels/kernels.h"
 #include "memory/peer_memory.h"
+#include "verbs.h"
 
 namespace hybrid_ep {
 
@@ -39,34 +40,20 @@ class Runtime {
 
     // Publishes the routing and makes the handle. With `want_mail` the number of rows is sent to
     // the host: returns the ticket for required_rows(), else 0.
-    uint64_t route(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int num_tokens, int align,
-                   int64_t max_rows, bool want_mail, uintptr_t words, uintptr_t counts,
-                   uintptr_t offsets, uintptr_t required_rows, uintptr_t stream);
+    uint64_t route(const Choices& choices, const NewLayout& layout, bool want_mail,
+                   uintptr_t stream);
 
     // A dispatch, in one launch or in two: `publish` begins it, `pull` goes with the `publish`
     // before.
-    void publish(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                 int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
-                 int num_tokens, uintptr_t words, uintptr_t stream);
-    void pull(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales, int64_t num_rows,
-              uintptr_t stream);
-    void dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                  int64_t weights_stride, uintptr_t scales, int64_t scales_stride, int scale_bytes,
-                  int num_tokens, uintptr_t words, uintptr_t rows, uintptr_t row_weights,
-                  uintptr_t row_scales, int64_t num_rows, uintptr_t stream);
+    void publish(const Sent& sent, uintptr_t stream);
+    void pull(const Received& received, uintptr_t stream);
+    void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
 
-    // A fresh dispatch whose `num_rows` bounds its rows: route, and both halves. `sizes` is one
-    // tensor for counts, offsets and required_rows, which follow each other.
-    void dispatch_fresh(uintptr_t topk_idx, int idx_bytes, int64_t idx_stride, int align,
-                        uintptr_t sizes, uintptr_t x, int64_t x_stride, int row_bytes,
-                        uintptr_t weights, int64_t weights_stride, uintptr_t scales,
-                        int64_t scales_stride, int scale_bytes, int num_tokens, uintptr_t words,
-                        uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
-                        int64_t num_rows, uintptr_t stream);
+    // A fresh dispatch whose rows are bounded: route and dispatch.
+    void dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                        const Received& received, uintptr_t stream);
 
-    void combine(uintptr_t rows, int type, int row_bytes, uintptr_t weights, uintptr_t values,
-                 uintptr_t y, uintptr_t home_values, int num_tokens, uintptr_t words,
-                 uintptr_t stream);
+    void combine(const Summed& summed, uintptr_t stream);
 
     // For the bench alone: moves the first half of an outbox (the peer's, or mine with `push`) to
     // the second half of the other rank's, with the ring of dispatch. Returns the number of bytes
@@ -83,11 +70,8 @@ class Runtime {
 
   private:
     kernels::Context context() const;
-    void begin_dispatch(uintptr_t x, int64_t x_stride, int row_bytes, uintptr_t weights,
-                        int64_t weights_stride, uintptr_t scales, int64_t scales_stride,
-                        int scale_bytes, int num_tokens, uintptr_t words);
-    void end_dispatch(uintptr_t rows, uintptr_t row_weights, uintptr_t row_scales,
-                      int64_t num_rows);
+    void begin_dispatch(const Sent& sent);
+    void end_dispatch(const Received& received);
 
     RuntimeConfig config_;
     layout::BufferLayout buffer_;

@@ -207,17 +207,16 @@ class NvlinkBackend:
             empty((experts + 1,), _DENSE, int32),
             empty((), (), int32),
         )
-        ticket = self._runtime.route(
+        choices = (
             topk_idx.data_ptr(),
             topk_idx.element_size(),
             topk_idx.stride(0),
             topk_idx.shape[0],
             align,
             -1 if exact else max_rows,
-            exact,
-            *map(Tensor.data_ptr, made),
-            stream,
         )
+        new_layout = tuple(map(Tensor.data_ptr, made))
+        ticket = self._runtime.route(choices, new_layout, exact, stream)
         if exact:
             self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
         return made
@@ -253,9 +252,18 @@ class NvlinkBackend:
         empty = self._allocator()
         layout = empty((self.layout_size,), _DENSE, int32)
         sizes = empty((2 * experts + 2,), _DENSE, int32)
-        routing = (topk_idx.data_ptr(), topk_idx.element_size(), stride, align, sizes.data_ptr())
+        choices = (
+            topk_idx.data_ptr(),
+            topk_idx.element_size(),
+            stride,
+            topk_idx.shape[0],
+            align,
+            max_rows,
+        )
+        at = sizes.data_ptr()
+        new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
         rows, row_weights, row_scales = self._move(
-            x, weights, scales, layout, max_rows, stream, empty, routing
+            x, weights, scales, layout, max_rows, stream, empty, (choices, new_layout)
         )
         counts = part(sizes, (experts,), _DENSE, 0)
         offsets = part(sizes, (experts + 1,), _DENSE, experts)
@@ -270,7 +278,7 @@ class NvlinkBackend:
         num_rows: int | None,
         stream: int,
         empty: Empty,
-        routing: tuple[int, ...] | None = None,
+        routing: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """A dispatch; with ``routing`` the layout is made first, in the same call."""
         x, address, x_stride = _aligned(x)
@@ -301,7 +309,7 @@ class NvlinkBackend:
         )
         waits = num_rows is None
         if waits:
-            self._runtime.publish(*sent, stream)
+            self._runtime.publish(sent, stream)
             num_rows = self._required_rows(layout, stream)
         row_weights = row_scales = None
         row_weights_at = row_scales_at = 0
@@ -314,11 +322,11 @@ class NvlinkBackend:
             row_scales_at = row_scales.data_ptr() or _EMPTY
         received = (rows.data_ptr(), row_weights_at, row_scales_at, num_rows)
         if waits:
-            self._runtime.pull(*received, stream)
+            self._runtime.pull(received, stream)
         elif routing is None:
-            self._runtime.dispatch(*sent, *received, stream)
+            self._runtime.dispatch(sent, received, stream)
         else:
-            self._runtime.dispatch_fresh(*routing, *sent, *received, stream)
+            self._runtime.dispatch_fresh(*routing, sent, received, stream)
         return rows, row_weights, row_scales
 
     def combine(
@@ -339,7 +347,7 @@ class NvlinkBackend:
         home_values = None
         if values is not None:
             home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
-        self._runtime.combine(
+        summed = (
             address,
             _SUM_TYPES[rows.dtype],
             row_bytes,
@@ -349,8 +357,8 @@ class NvlinkBackend:
             _address(home_values),
             num_tokens,
             layout.data_ptr(),
-            stream,
         )
+        self._runtime.combine(summed, stream)
         return y, home_values
 
     # ---- shared by the verbs

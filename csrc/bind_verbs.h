@@ -1,0 +1,80 @@
+// What the runtimes of both modules show to Python alike.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+
+#include "call_state.h"
+#include "verbs.h"
+
+namespace hybrid_ep {
+
+namespace py = pybind11;
+
+using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t>;
+using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
+                             int, uintptr_t>;
+using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
+using SummedTuple =
+    std::tuple<uintptr_t, int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, uintptr_t>;
+
+template <typename Struct, typename Tuple>
+Struct from(const Tuple& tuple) {
+    return std::apply([](auto... fields) { return Struct{fields...}; }, tuple);
+}
+
+template <typename R>
+void bind_verbs(py::class_<R>& runtime) {
+    runtime
+        .def("route",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout, bool want_mail,
+                uintptr_t stream) {
+                 return self.route(from<Choices>(choices), from<NewLayout>(layout), want_mail,
+                                   stream);
+             })
+        .def("publish", [](R& self, const SentTuple& sent,
+                           uintptr_t stream) { self.publish(from<Sent>(sent), stream); })
+        .def("pull", [](R& self, const ReceivedTuple& received,
+                        uintptr_t stream) { self.pull(from<Received>(received), stream); })
+        .def("dispatch",
+             [](R& self, const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
+                 self.dispatch(from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("dispatch_fresh",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
+                 self.dispatch_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                     from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("combine", [](R& self, const SummedTuple& summed,
+                           uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
+        .def("destroy", &R::destroy, py::call_guard<py::gil_scoped_release>())
+        .def("required_rows", &R::required_rows, py::call_guard<py::gil_scoped_release>())
+        .def("fault", &R::fault)
+        .def("take_trace",
+             [](R& self) {
+                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t>> events;
+                 for (const TraceEvent& e : self.take_trace()) {
+                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns);
+                 }
+                 return events;
+             })
+        .def_property_readonly("handle_words", &R::handle_words)
+        .def_property_readonly("symmetric_bytes", &R::symmetric_bytes);
+}
+
+// Each module has a type of its own for it: both may be loaded.
+inline void bind_fault_report(py::module_& m) {
+    py::class_<FaultReport>(m, "FaultReport", py::module_local())
+        .def_readonly("kind", &FaultReport::kind)
+        .def_readonly("phase", &FaultReport::phase)
+        .def_readonly("peer", &FaultReport::peer)
+        .def_readonly("channel", &FaultReport::channel)
+        .def_readonly("epoch", &FaultReport::epoch)
+        .def_readonly("seen", &FaultReport::seen);
+}
+
+}  // namespace hybrid_ep
