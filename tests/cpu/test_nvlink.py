@@ -138,7 +138,7 @@ def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
 def test_the_sizes_of_a_fresh_dispatch_are_parts_of_one_small_tensor(quiet):
     out = quiet.dispatch(max_rows=32)
     handle, experts = out.handle, quiet.buffer.num_local_experts
-    told = (ctypes.c_int32 * (2 * experts + 2)).from_address(quiet.fake.sizes)
+    told = (ctypes.c_int32 * (2 * experts + 2)).from_address(quiet.given("NewLayout")["counts"])
     told[:] = range(2 * experts + 2)  # as the kernels do
     assert out.counts.tolist() == list(range(experts))
     assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
@@ -148,6 +148,60 @@ def test_the_sizes_of_a_fresh_dispatch_are_parts_of_one_small_tensor(quiet):
     assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
     assert handle.layout._version == out.offsets._version == 0
     assert out.counts.untyped_storage().nbytes() == 4 * len(told), "counts keep the layout alive"
+
+
+def test_verbs_are_given_what_the_structs_say(quiet):
+    x, topk_idx, weights = quiet.inputs.x, quiet.inputs.topk_idx, quiet.inputs.weights
+    tokens, hidden = x.shape
+    out = quiet.dispatch()
+    routed = {"num_tokens": tokens, "align": 1, "max_rows": -1}
+    assert quiet.given("Choices").items() >= routed.items()
+    assert quiet.given("Choices")["topk_idx"] == topk_idx.data_ptr()
+    assert quiet.given("Choices")["idx_bytes"] == topk_idx.element_size()
+    assert quiet.given("NewLayout") == {
+        "words": out.handle.layout.data_ptr(),
+        "counts": out.counts.data_ptr(),
+        "offsets": out.offsets.data_ptr(),
+        "required_rows": out.handle.required_rows.data_ptr(),
+    }
+    sent = {
+        "x": x.data_ptr(),
+        "x_stride": 2 * hidden,
+        "row_bytes": 2 * hidden,
+        "weights": weights.data_ptr(),
+        "weights_stride": weights.shape[1],
+        "scales": 0,
+        "scales_stride": 0,
+        "scale_bytes": 0,
+        "num_tokens": tokens,
+        "words": out.handle.layout.data_ptr(),
+    }
+    received = {
+        "rows": out.rows.data_ptr(),
+        "row_weights": out.weights.data_ptr(),
+        "row_scales": 0,
+        "num_rows": 24,
+    }
+    assert (quiet.given("Sent"), quiet.given("Received")) == (sent, received)
+
+    fresh = quiet.dispatch(max_rows=32)
+    assert quiet.given("Choices").items() >= {**routed, "max_rows": 32}.items()
+    assert quiet.given("NewLayout")["offsets"] == fresh.offsets.data_ptr()
+    assert quiet.given("NewLayout")["required_rows"] == fresh.handle.required_rows.data_ptr()
+    assert quiet.given("Received")["num_rows"] == 32
+
+    y = hybrid_ep.combine(quiet.buffer, out.rows, out.handle, weights=out.weights)
+    assert quiet.given("Summed") == {
+        "rows": out.rows.data_ptr(),
+        "type": 0,
+        "row_bytes": 2 * hidden,
+        "weights": out.weights.data_ptr(),
+        "values": 0,
+        "y": y.data_ptr(),
+        "home_values": 0,
+        "num_tokens": tokens,
+        "words": out.handle.layout.data_ptr(),
+    }
 
 
 @pytest.mark.parametrize("weighted", [True, False])

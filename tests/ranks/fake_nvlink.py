@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -20,6 +22,16 @@ from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
 
 CASE = Case("fake", num_ranks=3)
+VERBS = Path(__file__).parents[2] / "csrc" / "verbs.h"
+
+Fields = tuple[int, ...]
+
+
+def field_names(struct: str) -> list[str]:
+    """The fields of a struct of csrc/verbs.h, in their order."""
+    body = re.search(rf"struct {struct} {{(.*?)}};", VERBS.read_text(), re.DOTALL)[1]
+    declarations = re.sub(r"//.*", "", body).split(";")
+    return [name for line in declarations for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
 
 
 @dataclass
@@ -31,14 +43,14 @@ class Fake:
         events: (call, time of the host's clock, which ranks share).
         num_rows: of every exact dispatch.
         left_behind: the fault of an earlier call.
-        sizes: where the last fresh dispatch with max_rows wants counts, offsets and required_rows.
+        given: what the last verb was given, by the struct of csrc/verbs.h that it fills.
     """
 
     fails: dict[str, str] = field(default_factory=dict)
     events: list[tuple[str, float]] = field(default_factory=list)
     num_rows: int = 0
     left_behind: SimpleNamespace | None = None
-    sizes: int = 0
+    given: dict[str, Fields] = field(default_factory=dict)
 
     RuntimeConfig = SimpleNamespace
     handle_words = 64
@@ -66,29 +78,41 @@ class Fake:
     def fault(self) -> SimpleNamespace | None:
         return self.left_behind
 
-    def route(self, *arguments: int) -> int:
+    def route(self, choices: Fields, new_layout: Fields, want_mail: bool, stream: int) -> int:
         self.note("route")
+        self.given = {"Choices": choices, "NewLayout": new_layout}
         return 1
 
-    def publish(self, *arguments: int) -> None:
+    def publish(self, sent: Fields, stream: int) -> None:
         self.note("publish")
+        self.given["Sent"] = sent
 
     def required_rows(self, ticket: int, stream: int) -> int:
         self.note("required_rows")
         return self.num_rows
 
-    def pull(self, *arguments: int) -> None:
+    def pull(self, received: Fields, stream: int) -> None:
         self.note("pull")
+        self.given["Received"] = received
 
-    def dispatch(self, *arguments: int) -> None:
+    def dispatch(self, sent: Fields, received: Fields, stream: int) -> None:
         self.note("dispatch")
+        self.given = {"Sent": sent, "Received": received}
 
-    def dispatch_fresh(self, *arguments: int) -> None:
+    def dispatch_fresh(
+        self, choices: Fields, new_layout: Fields, sent: Fields, received: Fields, stream: int
+    ) -> None:
         self.note("dispatch_fresh")
-        self.sizes = arguments[4]
+        self.given = {
+            "Choices": choices,
+            "NewLayout": new_layout,
+            "Sent": sent,
+            "Received": received,
+        }
 
-    def combine(self, *arguments: int) -> None:
+    def combine(self, summed: Fields, stream: int) -> None:
         self.note("combine")
+        self.given = {"Summed": summed}
 
     def free_unread_memory(self) -> None:
         self.note("free_unread_memory")
@@ -170,6 +194,10 @@ class Quiet:
         topk_idx = None if handle else self.inputs.topk_idx
         x, weights = self.inputs.x, self.inputs.weights
         return hybrid_ep.dispatch(self.buffer, x, topk_idx, weights, handle=handle, **sizing)
+
+    def given(self, struct: str) -> dict[str, int]:
+        """What the last verb was given for a struct of csrc/verbs.h, by the names of its fields."""
+        return dict(zip(field_names(struct), self.fake.given[struct], strict=True))
 
     def asked(self) -> list[str]:
         """The calls since the last time."""
