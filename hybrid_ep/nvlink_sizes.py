@@ -41,16 +41,16 @@ def symmetric_regions(
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
     flags = round_up(MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 3, 16)  # of a source
-    fanout = min(topk, ranks - 1)  # other ranks that a token goes to
+    most_others = min(topk, ranks - 1)  # other ranks that a token goes to
     experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
     regions = {
         "outbox": 2 * tokens * round_up(record, 128),  # each record begins a cache line
         "routing_inbox": 2 * ranks * (experts + chunk_counts),
-        "inbox": tokens * fanout * round_up(hidden * max(2, itemsize), 16),
+        "inbox": tokens * most_others * round_up(hidden * max(2, itemsize), 16),
         "value_inbox": tokens * topk * 4,
         "flags": ranks * (flags + 1) * 8,
-        "sum_flags": tokens * fanout * 8,
+        "sum_flags": tokens * most_others * 8,
     }
     return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}
 

@@ -126,7 +126,7 @@ class Walker {
         const int num_others = mine ? __ldg(&handle_.num_others[token]) : 0;
         bool good = true;
         for (int slot = 0; good && slot < num_others; ++slot) {
-            const int peer = handle_.others[token * buffer_.fanout + slot];
+            const int peer = handle_.others[token * buffer_.most_others + slot];
             good = wait_flag(flag_in(p_.context.mine(), token, slot), epoch_, signature(p_),
                              p_.context.watch, Phase::kCombine, peer, int(token));
         }

@@ -107,7 +107,8 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
         if (active) {
             handle.places[token * b.topk + slot] = int8_t(expert >= 0 ? place : -1);
             if (slot == 0) handle.num_others[token] = uint8_t(__popc(others));
-            if (is_other && b.fanout > 0) handle.others[token * b.fanout + others_before] = rank;
+            if (is_other && b.most_others > 0)
+                handle.others[token * b.most_others + others_before] = rank;
         }
     }
 }

@@ -3,11 +3,11 @@
 //
 //   outbox          2 slots x max_tokens records    rows that peers pull (slot = call & 1)
 //   routing inbox   2 slots x source rank           each source's top-k and its counts per chunk
-//   inbox           max_tokens x fanout rows        sums of other ranks that come home, in rank
-//   order value inbox     max_tokens x topk floats        gradients of weights that come home flags
-//   phase x source rank x channel   what a peer's block has finished; in a
+//   inbox           max_tokens x most_others rows        sums of other ranks that come home, in
+//   rank order value inbox     max_tokens x topk floats        gradients of weights that come home
+//   flags phase x source rank x channel   what a peer's block has finished; in a
 //                                                   dispatch: which parcel of tokens it published
-//   sum flags       max_tokens x fanout             which rows of the inbox have come
+//   sum flags       max_tokens x most_others             which rows of the inbox have come
 #pragma once
 
 #include "layout/bytes.h"
@@ -23,7 +23,7 @@ struct BufferLayout {
 
     // derived, see make()
     int num_local_experts, num_chunks, num_parcels, record_bytes;
-    int fanout;  // most other ranks that a token goes to; 0: sums come home another way
+    int most_others;  // most other ranks that a token goes to; 0: sums come home another way
     int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
     int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset,
         sum_flags_offset, total_bytes;
@@ -40,7 +40,7 @@ struct BufferLayout {
         l.num_local_experts = num_experts / num_ranks;
         l.num_chunks = ceil_div(max_tokens, kChunkTokens);
         l.num_parcels = ceil_div(max_tokens, kParcelTokens);
-        l.fanout = inbox_row_bytes > 0 ? min_of(topk, num_ranks - 1) : 0;
+        l.most_others = inbox_row_bytes > 0 ? min_of(topk, num_ranks - 1) : 0;
         l.record_bytes = round_up(row_capacity + round_up(topk * 4, kBulkAlign), 128);
         l.experts_bytes = round_up<int64_t>(int64_t(l.num_chunks) * kChunkTokens * topk * 2, 128);
         l.counts_bytes =
@@ -54,10 +54,10 @@ struct BufferLayout {
         };
         l.outbox_offset = region(2LL * max_tokens * l.record_bytes);
         l.routing_offset = region(2LL * num_ranks * (l.experts_bytes + l.counts_bytes));
-        l.inbox_offset = region(int64_t(max_tokens) * l.fanout * inbox_row_bytes);
+        l.inbox_offset = region(int64_t(max_tokens) * l.most_others * inbox_row_bytes);
         l.values_offset = region(int64_t(max_tokens) * topk * 4);
         l.flags_offset = region(int64_t(num_ranks) * (l.flags_of_source() + 1) * 8);
-        l.sum_flags_offset = region(int64_t(max_tokens) * l.fanout * 8);
+        l.sum_flags_offset = region(int64_t(max_tokens) * l.most_others * 8);
         l.total_bytes = end;
         return l;
     }
@@ -76,11 +76,11 @@ struct BufferLayout {
         return experts_of(epoch, source) + experts_bytes;
     }
     HYBRID_EP_HD int64_t inbox_row(int64_t token, int slot, int row_bytes) const {
-        return inbox_offset + (token * fanout + slot) * row_bytes;
+        return inbox_offset + (token * most_others + slot) * row_bytes;
     }
     // Set by the pusher of that row.
     HYBRID_EP_HD int64_t sum_flag(int64_t token, int slot) const {
-        return sum_flags_offset + (token * fanout + slot) * 8;
+        return sum_flags_offset + (token * most_others + slot) * 8;
     }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
     HYBRID_EP_HD int64_t flags_of_source() const {

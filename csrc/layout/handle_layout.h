@@ -20,7 +20,7 @@ struct alignas(16) Copy {
 static_assert(sizeof(Copy) == 16, "a copy is one 16-byte load");
 
 struct HandleLayout {
-    int num_ranks, num_local_experts, max_tokens, topk, fanout;
+    int num_ranks, num_local_experts, max_tokens, topk, most_others;
     // first word of each section
     int64_t source_first, counts, offsets, copies, rows, own_copies, others, num_others, places,
         num_words;
@@ -39,7 +39,7 @@ struct HandleLayout {
         l.num_local_experts = b.num_local_experts;
         l.max_tokens = b.max_tokens;
         l.topk = b.topk;
-        l.fanout = b.fanout;
+        l.most_others = b.most_others;
         int64_t end = kHeaderWords;
         auto section = [&end](int64_t words) {
             int64_t begin = end;
@@ -53,7 +53,7 @@ struct HandleLayout {
         l.copies = section(most_copies * 4);
         l.rows = section(most_copies * min_of(b.topk, b.num_local_experts));
         l.own_copies = section(b.max_tokens);
-        l.others = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.fanout, 2));
+        l.others = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.most_others, 2));
         l.num_others = section(ceil_div(b.max_tokens, 4));
         l.places = section(ceil_div<int64_t>(int64_t(b.max_tokens) * b.topk, 4));
         l.num_words = end;
@@ -70,7 +70,7 @@ struct HandleView {
     Copy* copies;           // ordered by (source rank, token)
     int32_t* rows;          // row of the output for each local expert of each copy
     int32_t* own_copies;    // [T] which copy is my own token's, or -1
-    int16_t* others;        // [T, fanout] the other ranks that my token goes to, ascending
+    int16_t* others;        // [T, most_others] the other ranks that my token goes to, ascending
     uint8_t* num_others;    // [T]
     int8_t* places;         // [T, topk] slot -> place among the token's distinct experts, or -1
 
