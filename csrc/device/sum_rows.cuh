@@ -1,8 +1,7 @@
 // Sums of rows: the walk says which rows and where the sum goes.
 //
-//   own rows, sums of others --TMA loads--> slots --add in fp32, in order--> registers load_terms
-//   registers --round, ordinary stores--> where the sum goes Adder a flag says that it has come
-//   announce_sums
+//   own rows, sums of others --TMA loads--> slots --add in fp32, in order--> registers
+//   registers --round, ordinary stores--> where the sum goes; a flag says that it has come
 //
 // A slot holds a slice of one term, the adders of a ring keep the slice's sum in registers. A sum
 // starts with its first term (0 + x is not always x), rounds each product before adding it, and is

@@ -202,7 +202,7 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
     ptx::bulk_wait_written<0>();
 }
 
-// The whole warp: apart from the storer, which has the most to do.
+// The whole warp, a warp of its own: the storer has enough to do.
 __device__ void spread_trailers(const DispatchParams& p, const Slots& slots, PullSmem& smem) {
     Turn at, slot;
     while (true) {

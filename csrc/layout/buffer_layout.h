@@ -1,13 +1,13 @@
 // The symmetric memory of a rank: where each region lies. Every rank has the same, so an offset
 // and a peer's base address name a place in the peer's memory.
 //
-//   outbox          2 slots x max_tokens records    rows that peers pull (slot = call & 1)
-//   routing inbox   2 slots x source rank           each source's top-k and its counts per chunk
-//   inbox           max_tokens x most_others rows        sums of other ranks that come home, in
-//   rank order value inbox     max_tokens x topk floats        gradients of weights that come home
-//   flags phase x source rank x channel   what a peer's block has finished; in a
-//                                                   dispatch: which parcel of tokens it published
-//   sum flags       max_tokens x most_others             which rows of the inbox have come
+//   outbox          2 slots x max_tokens records   rows that peers pull (slot = call & 1)
+//   routing inbox   2 slots x source rank          each source's top-k and its counts per chunk
+//   inbox           max_tokens x most_others rows  sums of other ranks, in rank order
+//   value inbox     max_tokens x topk floats       gradients of weights that come home
+//   flags           phase x source rank x channel  what a peer's block has finished; in a dispatch,
+//                                                  which parcel of tokens it published
+//   sum flags       max_tokens x most_others       which rows of the inbox have come
 #pragma once
 
 #include "layout/bytes.h"
