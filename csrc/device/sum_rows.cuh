@@ -39,7 +39,7 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // A ring's part of shared memory.
 struct SumSmem {
-    static constexpr int kFlags = 31;
+    static constexpr int kFlags = 16;
 
     SlotHandover slots;
     Handover<kFlags> stored;  // sums with flags, from adders to herald
