@@ -2,6 +2,7 @@
 
 import pytest
 
+from hybrid_ep import Config
 from tests import faults
 from tests.faults import each_phase
 from tests.gpu.test_faults import IMPATIENT, OTHER_CALLS, told_of
@@ -13,7 +14,8 @@ each_shape = pytest.mark.parametrize("shape", SHAPES)
 
 
 def divided(shape):
-    return {**IMPATIENT, "ranks_per_node": SHAPES[shape][1]}
+    # longer than elsewhere: the first Buffer makes a round trip while kernels are being loaded
+    return {**IMPATIENT, "config": Config(timeout_s=3), "ranks_per_node": SHAPES[shape][1]}
 
 
 @each_shape
