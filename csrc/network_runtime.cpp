@@ -3,19 +3,9 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "device_guard.h"
+#include "host_side.h"
 
 namespace hybrid_ep {
-namespace {
-
-template <typename T>
-T* at(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
-
-}  // namespace
 
 NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::NetworkKernels& kernels)
     : config_(config), kernels_(kernels) {
@@ -81,19 +71,8 @@ uint64_t NetworkRuntime::route(const Choices& choices, const NewLayout& layout, 
     spread.words = at<int32_t>(layout.words);
     kernels_.spread_routing(spread, to_stream(stream));
 
-    kernels::AssignRowsParams assign{};
-    assign.context = context_.world;
-    assign.num_publish_blocks = routing_blocks_;
-    assign.align = choices.align;
-    assign.max_rows = choices.max_rows;
-    assign.words = at<int32_t>(layout.words);
-    assign.counts = at<int32_t>(layout.counts);
-    assign.offsets = at<int32_t>(layout.offsets);
-    assign.required_rows = at<int32_t>(layout.required_rows);
-    if (want_mail) {
-        assign.ticket = calls_->next_ticket();
-        assign.mail = calls_->mail_of(assign.ticket);
-    }
+    const kernels::AssignRowsParams assign =
+        assign_rows_params(context_.world, routing_blocks_, choices, layout, want_mail, *calls_);
     kernels::launch_assign_rows(assign, to_stream(stream));
     kernels::launch_keep_routing({context_, at<int32_t>(layout.words)}, to_stream(stream));
     return assign.ticket;
@@ -103,7 +82,7 @@ void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::FillOutboxParams& p = fill_;
     p.context = context_;
-    p.record = {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * config_.topk : 0};
+    p.record = record_of(sent, config_.topk);
     p.x = at<char>(sent.x);
     p.scales = at<char>(sent.scales);
     p.weights = at<float>(sent.weights);

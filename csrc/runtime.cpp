@@ -2,17 +2,10 @@
 
 #include <algorithm>
 
-#include "device_guard.h"
+#include "host_side.h"
 
 namespace hybrid_ep {
 namespace {
-
-template <typename T>
-T* at(uintptr_t address) {
-    return reinterpret_cast<T*>(address);
-}
-
-cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
 // Of the parcels, so many are published while the host waits for the number of rows, which takes
 // about as long; the others follow beside the pull.
@@ -71,19 +64,8 @@ uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool wa
     publish.words = at<int32_t>(layout.words);
     kernels::launch_publish_routing(publish, to_stream(stream));
 
-    kernels::AssignRowsParams assign{};
-    assign.context = publish.context;
-    assign.num_publish_blocks = routing_blocks_;
-    assign.align = choices.align;
-    assign.max_rows = choices.max_rows;
-    assign.words = at<int32_t>(layout.words);
-    assign.counts = at<int32_t>(layout.counts);
-    assign.offsets = at<int32_t>(layout.offsets);
-    assign.required_rows = at<int32_t>(layout.required_rows);
-    if (want_mail) {
-        assign.ticket = calls_->next_ticket();
-        assign.mail = calls_->mail_of(assign.ticket);
-    }
+    const kernels::AssignRowsParams assign =
+        assign_rows_params(publish.context, routing_blocks_, choices, layout, want_mail, *calls_);
     kernels::launch_assign_rows(assign, to_stream(stream));
     return assign.ticket;
 }
@@ -93,7 +75,7 @@ void Runtime::begin_dispatch(const Sent& sent) {
     p = {};
     p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
     p.context = context();
-    p.record = {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * config_.topk : 0};
+    p.record = record_of(sent, config_.topk);
     p.x = at<char>(sent.x);
     p.scales = at<char>(sent.scales);
     p.weights = at<float>(sent.weights);

@@ -59,11 +59,6 @@ __device__ __forceinline__ void mbarrier_wait(uint64_t* bar, uint32_t parity) {
         : "memory");
 }
 
-// Waits for `threads` threads at one of the block's 16 barriers; 0 is __syncthreads()'s.
-__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
-    asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
-}
-
 // ---- bulk copies (TMA): addresses and sizes are multiples of 16 bytes
 
 __device__ __forceinline__ void bulk_load(void* smem, const void* global, uint32_t bytes,

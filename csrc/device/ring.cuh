@@ -50,9 +50,6 @@ struct Handover {
     __device__ __forceinline__ void await_free(const Turn& turn) {
         ptx::mbarrier_wait(&free_[turn.at], turn.parity ^ 1);
     }
-    __device__ __forceinline__ bool is_free(const Turn& turn) {
-        return ptx::mbarrier_test(&free_[turn.at], turn.parity ^ 1);
-    }
     __device__ __forceinline__ void filled(const Turn& turn) {
         ptx::mbarrier_arrive(&filled_[turn.at]);
     }

@@ -22,14 +22,4 @@ __device__ __forceinline__ int warp_inclusive_sum(int value) {
     return value;
 }
 
-// For words in shared memory that another warp polls.
-template <typename T>
-__device__ __forceinline__ T volatile_load(const T& from) {
-    return *static_cast<const volatile T*>(&from);
-}
-template <typename T>
-__device__ __forceinline__ void volatile_store(T& to, T value) {
-    *static_cast<volatile T*>(&to) = value;
-}
-
 }  // namespace hybrid_ep::device

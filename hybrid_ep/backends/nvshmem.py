@@ -4,7 +4,7 @@
     dispatch   fill_outbox, relay_rows                      once to each node, then as on one node
     combine    relay_sums                                   added in each node, then at home
 
-The verbs are those of the nvlink backend with another runtime under them. The symmetric memory is
+The verbs are those of ``kernels.py``, as the nvlink backend's. The symmetric memory is
 NVSHMEM's. A process takes part in one NVSHMEM job, whose ranks are those of its first Buffer: later
 Buffers are for the same ranks.
 """
@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.backends import nvlink
+from hybrid_ep.backends import kernels
+from hybrid_ep.backends.kernels import raise_together
 from hybrid_ep.fabric import nccl_files, network_environment, read_ports
 from hybrid_ep.limits import round_up
 from hybrid_ep.network_window import network_window
@@ -60,7 +61,7 @@ def load_extension() -> None:
 
 def unavailable_reason(buffer: Buffer) -> str | None:
     """What this rank lacks for the nvshmem backend, as a sentence; None if nothing."""
-    return nvlink.what_is_lacking("nvshmem", buffer, load_extension)
+    return kernels.what_is_lacking("nvshmem", buffer, load_extension)
 
 
 class Heap:
@@ -145,7 +146,7 @@ class Heap:
 _heap = Heap()
 
 
-class NvshmemBackend(nvlink.NvlinkBackend):
+class NvshmemBackend(kernels.KernelBackend):
     """See the module; the methods are those of ``Backend``.
 
     Raises:
@@ -159,8 +160,8 @@ class NvshmemBackend(nvlink.NvlinkBackend):
         self._remember(buffer)
         self._buffer = buffer
         self._topology = buffer.topology
-        self._runtime, self._end = None, None
-        num_sms = min(buffer.gather(nvlink._num_sms(buffer.device)))
+        self._end = None
+        num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
         sizes = network_config(buffer, num_sms)
         _heap.start(buffer, sizes.symmetric_bytes)
         failure = None
@@ -204,8 +205,8 @@ class NvshmemBackend(nvlink.NvlinkBackend):
     def destroy(self) -> None:
         if self._end is not None:
             self._end()
-        elif self._runtime is not None:
-            self._runtime.destroy()
+        else:
+            super().destroy()
 
     def reclaim(self) -> None:
         _heap.trim(self._buffer)
@@ -242,17 +243,6 @@ def network_config(buffer: Buffer, num_sms: int) -> object:
         timeout_s=config.timeout_s,
         trace=config.trace,
     )
-
-
-def raise_together(failures: list[str | None]) -> None:
-    """Raise the first rank's failure on all ranks.
-
-    Raises:
-        RuntimeError: there is one.
-    """
-    for rank, failure in enumerate(failures):
-        if failure is not None:
-            raise RuntimeError(f"rank {rank}: {failure}")
 
 
 def _world_ranks(buffer: Buffer) -> list[int]:

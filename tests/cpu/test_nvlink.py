@@ -1,6 +1,7 @@
 """How the nvlink backend is set up, or not, when a rank's GPU says no: a fake GPU on each rank."""
 
 import ctypes
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -202,6 +203,20 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
     }
+
+
+def test_the_extension_takes_as_many_fields_as_its_structs_have():
+    extension = pytest.importorskip(
+        "hybrid_ep._nvlink", reason="hybrid_ep._nvlink was not built: that takes nvcc"
+    )
+    for verb, structs in {
+        "route": ("Choices", "NewLayout"),
+        "dispatch": ("Sent", "Received"),
+        "combine": ("Summed",),
+    }.items():
+        tuples = re.findall(r"[tT]uple\[([^\]]*)\]", getattr(extension.Runtime, verb).__doc__)
+        fields = [len(fake_nvlink.field_names(struct)) for struct in structs]
+        assert [text.count(",") + 1 for text in tuples] == fields
 
 
 @pytest.mark.parametrize("weighted", [True, False])

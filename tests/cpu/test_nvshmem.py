@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep import Config, limits, nvshmem_library
-from hybrid_ep.backends import nvlink, nvshmem
+from hybrid_ep.backends import kernels, nvshmem
 from hybrid_ep.fabric import Port, network_environment
 from hybrid_ep.limits import beyond
 from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
@@ -194,11 +194,11 @@ def test_chunks_are_of_at_most_a_token_a_lane(tokens):
 # ---- how it is linked
 
 
-def test_it_has_what_the_verbs_of_nvlink_call(extension):
+def test_it_has_what_the_verbs_call(extension):
     """The verbs are inherited: a call that one runtime gets, the other must have, alike."""
     import hybrid_ep._nvlink as other
 
-    called = set(re.findall(r"_runtime\.(\w+)\(", inspect.getsource(nvlink)))
+    called = set(re.findall(r"_runtime\.(\w+)\(", inspect.getsource(kernels)))
     called -= {"ipc_handle", "open_peers", "copy_peer"}
     assert {"route", "dispatch", "combine"} < called
     for name in called:

@@ -16,15 +16,14 @@ import torch
 
 import hybrid_ep.buffer
 from hybrid_ep import rules
-from hybrid_ep.backends import nvlink
+from hybrid_ep.backends import kernels, nvlink, streams
+from hybrid_ep.backends.kernels import Fields
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
 
 CASE = Case("fake", num_ranks=3)
 VERBS = Path(__file__).parents[2] / "csrc" / "verbs.h"
-
-Fields = tuple[int, ...]
 
 
 def field_names(struct: str) -> list[str]:
@@ -155,7 +154,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
     """What a Hopper with this extension would answer."""
     with _instead(
         (nvlink, "_nvlink", fake),
-        (nvlink, "_num_sms", lambda device: 132),
+        (kernels, "num_sms", lambda device: 132),
         (hybrid_ep.buffer, "host_name", lambda: host),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "synchronize", lambda device: None),
@@ -166,18 +165,18 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
 @contextlib.contextmanager
 def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
     """The nvlink backend takes tensors of the CPU; its kernels do nothing."""
-    streams = FakeStreams()
+    fake_streams = FakeStreams()
     with (
         gpu_with(fake),
         _instead(
             (nvlink, "unavailable_reason", lambda buffer: None),
-            (nvlink, "_stream_reader", streams.reader),
-            (torch.cuda, "current_stream", lambda device: streams.current),
+            (streams, "_reader", fake_streams.reader),
+            (torch.cuda, "current_stream", lambda device: fake_streams.current),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             (rules, "check_experts", lambda buffer, topk_idx: None),  # a GPU's kernels do that
         ),
     ):
-        yield streams
+        yield fake_streams
 
 
 class Quiet:

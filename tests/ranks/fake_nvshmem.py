@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 import hybrid_ep.buffer
 import hybrid_ep.round_trip
-from hybrid_ep.backends import nvlink, nvshmem
+from hybrid_ep.backends import kernels, nvshmem
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
@@ -86,7 +86,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
         for owner, name, replacement in (
             (nvshmem, "_nvshmem", fake),
             (nvshmem, "_heap", nvshmem.Heap()),
-            (nvlink, "_num_sms", lambda device: 132),
+            (kernels, "num_sms", lambda device: 132),
             (hybrid_ep.buffer, "host_name", lambda: host),
             (hybrid_ep.round_trip, "verify_once", lambda buffer, hosts: None),  # no kernels here
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),

@@ -10,13 +10,13 @@ from unittest import mock
 from torch import Tensor
 
 from hybrid_ep import Buffer
-from hybrid_ep.backends import nvlink, nvshmem
+from hybrid_ep.backends import kernels, nvshmem
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import verbs
 
 
-class LoopbackBackend(nvlink.NvlinkBackend):
+class LoopbackBackend(kernels.KernelBackend):
     """The nvshmem backend on plain stores; its ranks are on one host."""
 
     name = "nvshmem"
@@ -24,7 +24,7 @@ class LoopbackBackend(nvlink.NvlinkBackend):
     def __init__(self, buffer: Buffer) -> None:
         topology = buffer.topology
         self._remember(buffer)
-        config = nvshmem.network_config(buffer, nvlink._num_sms(buffer.device))
+        config = nvshmem.network_config(buffer, kernels.num_sms(buffer.device))
         self._runtime = nvshmem._nvshmem.NetworkRuntime(config, loopback=True)
         self._memory = nvshmem._nvshmem.PeerMemory(config)
         self._memory.open(buffer.gather(self._memory.handle()))
@@ -41,7 +41,7 @@ class LoopbackBackend(nvlink.NvlinkBackend):
         return "nvshmem's kernels over CUDA IPC"
 
     def destroy(self) -> None:
-        self._runtime.destroy()
+        super().destroy()
         self._memory.close()
 
     def reclaim(self) -> None:

@@ -1,0 +1,39 @@
+"""Calls in their order, whatever stream each is made on."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+
+
+class StreamOrder:
+    """The calls of a Buffer follow each other, also where the current stream changes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._read = _reader(device)
+        self._last: torch.cuda.Stream | None = None
+        self._last_address = -1  # 0 is the default stream's
+
+    def current(self) -> int:
+        """Address of the current stream, which now waits for the stream of the last call."""
+        address = self._read()
+        if address != self._last_address:
+            self._follow(address)
+        return address
+
+    def _follow(self, address: int) -> None:
+        stream, last = torch.cuda.current_stream(self._device), self._last
+        if last is not None and not torch.cuda.is_current_stream_capturing():
+            stream.wait_stream(last)
+        self._last, self._last_address = stream, address
+
+
+def _reader(device: torch.device) -> Callable[[], int]:
+    """Tells the address of the current stream, without a Stream object where torch can."""
+    read = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as torch's own compiler does
+    if read is None:
+        return lambda: torch.cuda.current_stream(device).cuda_stream
+    return functools.partial(read, device.index)
