@@ -39,7 +39,7 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // A ring's part of shared memory.
 struct SumSmem {
-    static constexpr int kFlags = 16;
+    static constexpr int kFlags = 8;
 
     SlotHandover slots;
     Handover<kFlags> stored;  // sums with flags, from adders to herald
@@ -235,38 +235,29 @@ class Adder {
     float sum_[kVectors][V::kSize];
 };
 
-// One warp, for one or more rings: sets the flags of the sums that are stored, as many at once as
-// there are: a fence for the whole system takes longer than a sum. Returns when it set the last, by
-// the GPU's timer; 0: there was none.
-template <int kRings>
-__device__ uint64_t announce_sums(SumSmem* const (&rings)[kRings], uint64_t value) {
-    int announced[kRings] = {}, stored[kRings];
-    uint32_t at_work = (1u << kRings) - 1;  // a bit for each ring
+// One warp: sets the flags of the sums that are stored, as many at once as there are, since a fence
+// for the whole system takes longer than a sum. It sleeps while there is none: polling would take
+// the adders' turns at shared memory. Returns when it set the last, by the GPU's timer; 0: there
+// was none.
+__device__ inline uint64_t announce_sums(SumSmem& smem, uint64_t value) {
     uint64_t last_ns = 0;
-    while (at_work != 0) {
-        int any = 0;
-#pragma unroll
-        for (int r = 0; r < kRings; ++r) {
-            stored[r] = at_work >> r & 1 ? rings[r]->stored.num_filled(announced[r]) : 0;
-            any |= stored[r];
-        }
-        if (any == 0) continue;
+    int announced = 0;
+    for (bool is_end = false; !is_end;) {
+        smem.stored.await_filled(Turn::of(announced, SumSmem::kFlags));
+        const int stored = smem.stored.num_filled(announced);
         ptx::fence_system();
-#pragma unroll
-        for (int r = 0; r < kRings; ++r) {
-            bool is_end = false, is_sum = false;
-            if (lane_id() < stored[r]) {
-                const int at = (announced[r] + lane_id()) % SumSmem::kFlags;
-                uint64_t* flag = rings[r]->flag[at];
-                is_end = flag == nullptr;
-                is_sum = !is_end;
-                if (is_sum) ptx::store_relaxed(flag, value);
-                rings[r]->stored.freed(at);
-            }
-            announced[r] += stored[r];
-            if (__any_sync(kAllLanes, is_sum)) last_ns = ptx::global_timer_ns();
-            if (__any_sync(kAllLanes, is_end)) at_work &= ~(1u << r);
+        bool is_sum = false;
+        if (lane_id() < stored) {
+            const int at = (announced + lane_id()) % SumSmem::kFlags;
+            uint64_t* flag = smem.flag[at];
+            is_sum = flag != nullptr;
+            is_end = !is_sum;
+            if (is_sum) ptx::store_relaxed(flag, value);
+            smem.stored.freed(at);
         }
+        announced += stored;
+        if (__any_sync(kAllLanes, is_sum)) last_ns = ptx::global_timer_ns();
+        is_end = __any_sync(kAllLanes, is_end);
     }
     return last_ns;
 }

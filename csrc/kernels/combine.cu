@@ -24,12 +24,13 @@ constexpr uint32_t kFreeSignature = 1;
 
 constexpr int kRings = layout::kSumRings;
 
-// The warps of a block: the walker looks up what the loaders load, the herald sets the flags of
-// what the adders have stored. Then ring by ring.
-enum Role { kWalker = 0, kHerald = 1, kFirstOfRings = 2 };
-enum RingRole { kLoader = 0, kFirstAdder = 1, kRingWarps = kFirstAdder + kAdderWarps };
+// The warps of a block: the walker looks up what the loaders load. Then ring by ring: the herald
+// sets the flags of what the adders have stored.
+enum Role { kWalker = 0, kFirstOfRings = 1 };
+enum RingRole { kLoader = 0, kHerald = 1, kFirstAdder = 2, kRingWarps = kFirstAdder + kAdderWarps };
 constexpr int kThreads = (kFirstOfRings + kRings * kRingWarps) * kWarp;
 
+constexpr int kMostPushers = 22;
 constexpr int kJobs = 16;  // of a ring: looked up and not loaded yet
 
 // A sum, and where its terms are.
@@ -70,6 +71,7 @@ class Walker {
     __device__ void run(bool pushes) {
         if (pushes) push();
         add_at_home();
+        __syncwarp();  // a job that was listed in vain may be written over
         if (lane_id() < kRings) {
             begin_job(num_jobs_ + lane_id()).sum.to = nullptr;
             end_job(num_jobs_ + lane_id());
@@ -113,8 +115,11 @@ class Walker {
             const int own = lane_id() < count ? handle_.own_copies[token] : -1;
             layout::Copy copy{};
             if (own >= 0) copy = handle_.copies[own];
-            if (!await_sums(lane_id() < count, token)) return;
-            if (lane_id() < count) list_home(token, own >= 0, copy, num_jobs_ + lane_id());
+            const bool mine = lane_id() < count;
+            if (mine) list_home(token, own >= 0, copy, num_jobs_ + lane_id());
+            if (!await_sums(mine, token)) return;
+            if (mine && p_.values != nullptr) take_values(token);
+            if (mine) end_job(num_jobs_ + lane_id());
             num_jobs_ += count;
             __syncwarp();
         }
@@ -139,13 +144,10 @@ class Walker {
         return good;
     }
 
-    // One lane.
+    // One lane; the job is not filled yet.
     __device__ void list_home(int64_t token, bool has_own, const layout::Copy& copy, int at) {
         const int32_t* rows = handle_.rows + copy.first_row;
-        if (p_.values != nullptr) {
-            send_values(copy, rows, p_.context.mine());
-            take_values(token);
-        }
+        send_values(copy, rows, p_.context.mine());
         Job& job = begin_job(at);
         job.sum.to = p_.y + token * p_.row_bytes;
         job.sum.flag = nullptr;
@@ -153,7 +155,6 @@ class Walker {
         job.sum.place_of_own = has_own ? copy.inbox_slot : -1;
         job.inbox = p_.context.mine() + buffer_.inbox_row(token, 0, p_.row_bytes);
         list_rows(job, copy.num_rows, rows);
-        end_job(at);
     }
 
     __device__ void list_rows(Job& job, int num_rows, const int32_t* rows) const {
@@ -229,12 +230,11 @@ struct Jobs {
     }
 };
 
-// One warp. It ends when all is stored, so it knows what the block did until when.
-__device__ void announce(const CombineParams& p, Smem& smem, uint64_t epoch) {
+// One warp. It ends when all is stored, so it knows what the ring did until when.
+__device__ void announce(const CombineParams& p, RingSmem& ring, uint64_t epoch) {
     const Trace& trace = p.context.trace;
     const uint64_t begin = ptx::global_timer_ns();
-    const uint64_t pushed =
-        announce_sums({&smem.ring[0].sums, &smem.ring[1].sums}, flag_value(epoch, signature(p)));
+    const uint64_t pushed = announce_sums(ring.sums, flag_value(epoch, signature(p)));
     if (lane_id() != 0) return;
     if (pushed > 0) note(trace, Span::kPushSums, epoch, begin, pushed);
     note(trace, Span::kSumAtHome, epoch, max(begin, pushed), ptx::global_timer_ns());
@@ -244,10 +244,10 @@ template <typename T, bool kWeighted>
 __device__ __forceinline__ void play(int role, const CombineParams& p, char* dynamic_smem,
                                      Smem& smem, uint64_t epoch) {
     if (role == kWalker) {
-        const bool pushes = blockIdx.x % 2 == 0;
+        const int pushers = min(int(gridDim.x + 1) / 2, kMostPushers);
+        const bool pushes = int(blockIdx.x) * pushers % int(gridDim.x) < pushers;
         return Walker(p, smem, epoch).run(pushes);
     }
-    if (role == kHerald) return announce(p, smem, epoch);
     const int ring = (role - kFirstOfRings) / kRingWarps;
     const int first = kFirstOfRings + ring * kRingWarps, of_ring = role - first;
     const Slots slots(dynamic_smem, p.ring, ring);
@@ -255,6 +255,8 @@ __device__ __forceinline__ void play(int role, const CombineParams& p, char* dyn
     if (of_ring == kLoader) {
         Jobs jobs{p, mine};
         load_terms(jobs, slots, mine.sums, p.slices, p.row_bytes);
+    } else if (of_ring == kHerald) {
+        announce(p, mine, epoch);
     } else {
         const int adder = threadIdx.x - (first + kFirstAdder) * kWarp;
         Adder<T, kWeighted>(slots, mine.sums, adder).run();
