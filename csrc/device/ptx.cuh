@@ -76,6 +76,18 @@ __device__ __forceinline__ void bulk_store(void* global, const void* smem, uint3
                  : "memory");
 }
 
+// Of bytes that nobody needs soon: they leave the L2 cache before all others.
+__device__ __forceinline__ void bulk_store_evict_first(void* global, const void* smem,
+                                                       uint32_t bytes) {
+    uint64_t policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    asm volatile(
+        "cp.async.bulk.global.shared::cta.bulk_group.L2::cache_hint [%0], [%1], %2, %3;" ::"l"(
+            global),
+        "r"(smem_address(smem)), "r"(bytes), "l"(policy)
+        : "memory");
+}
+
 __device__ __forceinline__ void bulk_commit() {
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -185,8 +185,8 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
         smem.slots.await_filled(slot);
         const char* landed = slots.bytes(slot.at);
         if (lane_id() < job.num_rows) {
-            ptx::bulk_store(p.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes + job.offset,
-                            landed, job.bytes);
+            char* row = p.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes;
+            ptx::bulk_store_evict_first(row + job.offset, landed, job.bytes);
         }
         ptx::bulk_commit();
         __syncwarp();
