@@ -37,6 +37,12 @@ void bind_verbs(py::class_<R>& runtime) {
              })
         .def("publish", [](R& self, const SentTuple& sent,
                            uintptr_t stream) { self.publish(from<Sent>(sent), stream); })
+        .def("publish_fresh",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, uintptr_t stream) {
+                 return self.publish_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                           from<Sent>(sent), stream);
+             })
         .def("pull", [](R& self, const ReceivedTuple& received,
                         uintptr_t stream) { self.pull(from<Received>(received), stream); })
         .def("dispatch",

@@ -97,6 +97,13 @@ void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     kernels::launch_fill_outbox(p, to_stream(stream));
 }
 
+uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& layout,
+                                       const Sent& sent, uintptr_t stream) {
+    const uint64_t ticket = route(choices, layout, true, stream);
+    publish(sent, stream);
+    return ticket;
+}
+
 void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelayRowsParams p{};

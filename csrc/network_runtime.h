@@ -48,6 +48,8 @@ class NetworkRuntime {
     uint64_t route(const Choices& choices, const NewLayout& layout, bool want_mail,
                    uintptr_t stream);
     void publish(const Sent& sent, uintptr_t stream);
+    uint64_t publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                           uintptr_t stream);
     void pull(const Received& received, uintptr_t stream);
     void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
     void dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,

@@ -11,6 +11,12 @@ namespace {
 // about as long; the others follow beside the pull.
 constexpr int kEarlyEighths = 3;
 
+// The copy engine publishes where few SMs dispatch many tokens. More SMs are faster by themselves:
+// they write no more than is soon read, so that it stays in the L2 cache. Nor does it where the
+// host waits for the number of rows: there the time to tell it what to do is lost.
+constexpr int kMostSmsBesideEngine = 32;
+constexpr int kLeastTokensOfEngine = 2048;
+
 }  // namespace
 
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
@@ -31,6 +37,7 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
 
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
     calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
+    engine_ = std::make_unique<CopyEngine>();
 }
 
 Runtime::~Runtime() { destroy(); }
@@ -43,6 +50,7 @@ void Runtime::destroy() {
     cudaDeviceSynchronize();  // this rank's kernels end within the deadline, whatever peers do
     memory_.reset();
     calls_.reset();
+    engine_.reset();
     cudaSetDevice(before);
     cudaGetLastError();
 }
@@ -70,6 +78,27 @@ uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool wa
     return assign.ticket;
 }
 
+// A graph is replayed without the host, who then does not know any more which half of the outbox
+// the next call takes.
+bool Runtime::engine_may_publish(const Sent& sent, cudaStream_t stream) {
+    cudaStreamCaptureStatus capture{};
+    check_cuda(cudaStreamIsCapturing(stream, &capture), "state of the stream");
+    was_captured_ = was_captured_ || capture != cudaStreamCaptureStatusNone;
+    return !was_captured_ && config_.num_ranks > 1 &&
+           config_.num_sms_dispatch <= kMostSmsBesideEngine &&
+           sent.num_tokens >= kLeastTokensOfEngine &&
+           CopyEngine::can_copy(sent.x_stride, sent.row_bytes);
+}
+
+kernels::CopySteps Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
+    if (!engine_may_publish(sent, stream)) return {};
+    const uint64_t call = num_dispatches_ + 1;
+    char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
+    return engine_->copy({at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes},
+                         sent.row_bytes, sent.num_tokens, calls_->watch().state->rows_copied,
+                         flag_value(call, kCopiedSignature), stream);
+}
+
 void Runtime::begin_dispatch(const Sent& sent) {
     kernels::DispatchParams& p = dispatch_;
     p = {};
@@ -88,7 +117,7 @@ void Runtime::begin_dispatch(const Sent& sent) {
     p.words = at<int32_t>(sent.words);
 }
 
-void Runtime::end_dispatch(const Received& received) {
+void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
     kernels::DispatchParams& p = dispatch_;
     p.pulls = true;
     p.num_blocks = config_.num_sms_dispatch;
@@ -96,39 +125,54 @@ void Runtime::end_dispatch(const Received& received) {
     p.row_weights = at<float>(received.row_weights);
     p.row_scales = at<char>(received.row_scales);
     p.num_rows = received.num_rows;
+    kernels::launch_dispatch(p, stream);
+    ++num_dispatches_;
+}
+
+void Runtime::publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream) {
+    begin_dispatch(sent);
+    dispatch_.behind_routing = behind_routing;
+    dispatch_.num_blocks = config_.num_sms_publish;
+    dispatch_.end_parcel = dispatch_.end_parcel * kEarlyEighths / 8;
+    kernels::launch_dispatch(dispatch_, stream);
 }
 
 void Runtime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    begin_dispatch(sent);
-    dispatch_.num_blocks = config_.num_sms_publish;
-    dispatch_.end_parcel = dispatch_.end_parcel * kEarlyEighths / 8;
-    kernels::launch_dispatch(dispatch_, to_stream(stream));
+    publish_early(sent, false, to_stream(stream));
+}
+
+uint64_t Runtime::publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                                uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    const uint64_t ticket = route(choices, layout, true, stream);
+    publish_early(sent, true, to_stream(stream));
+    return ticket;
 }
 
 void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    end_dispatch(received);
+    dispatch_.behind_routing = false;
     dispatch_.first_parcel = dispatch_.end_parcel;
     dispatch_.end_parcel = layout::ceil_div(dispatch_.num_tokens, layout::kParcelTokens);
-    kernels::launch_dispatch(dispatch_, to_stream(stream));
+    end_dispatch(received, to_stream(stream));
 }
 
 void Runtime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
-    end_dispatch(received);
-    kernels::launch_dispatch(dispatch_, to_stream(stream));
+    dispatch_.copied = copy_by_engine(sent, to_stream(stream));
+    end_dispatch(received, to_stream(stream));
 }
 
 void Runtime::dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
                              const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    route(choices, layout, false, stream);
     begin_dispatch(sent);
-    end_dispatch(received);
     dispatch_.behind_routing = true;
-    kernels::launch_dispatch(dispatch_, to_stream(stream));
+    dispatch_.copied = copy_by_engine(sent, to_stream(stream));  // it need not know the routing
+    route(choices, layout, false, stream);
+    end_dispatch(received, to_stream(stream));
 }
 
 void Runtime::combine(const Summed& summed, uintptr_t stream) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call_state.h"
+#include "copy_engine.h"
 #include "kernels/kernels.h"
 #include "memory/peer_memory.h"
 #include "verbs.h"
@@ -44,8 +45,10 @@ class Runtime {
                    uintptr_t stream);
 
     // A dispatch, in one launch or in two: `publish` begins it, `pull` goes with the `publish`
-    // before.
+    // before. `publish_fresh` is route, with mail, and publish.
     void publish(const Sent& sent, uintptr_t stream);
+    uint64_t publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
+                           uintptr_t stream);
     void pull(const Received& received, uintptr_t stream);
     void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
 
@@ -70,8 +73,11 @@ class Runtime {
 
   private:
     kernels::Context context() const;
+    bool engine_may_publish(const Sent& sent, cudaStream_t stream);
+    kernels::CopySteps copy_by_engine(const Sent& sent, cudaStream_t stream);
     void begin_dispatch(const Sent& sent);
-    void end_dispatch(const Received& received);
+    void publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream);
+    void end_dispatch(const Received& received, cudaStream_t stream);
 
     RuntimeConfig config_;
     layout::BufferLayout buffer_;
@@ -79,7 +85,10 @@ class Runtime {
     int routing_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;
     std::unique_ptr<CallState> calls_;
-    kernels::DispatchParams dispatch_{};  // of the call that has been published
+    std::unique_ptr<CopyEngine> engine_;
+    uint64_t num_dispatches_ = 0;         // as the GPU counts them, while no graph replays any
+    bool was_captured_ = false;           // a dispatch is part of a graph
+    kernels::DispatchParams dispatch_{};  // of the call that is being made
 };
 
 }  // namespace hybrid_ep

@@ -26,9 +26,18 @@ struct Mail {
     int64_t required_rows;
 };
 
+// What tells that a call, or a part of it, is done (device/flag.cuh).
+HYBRID_EP_HD uint64_t flag_value(uint64_t epoch, uint32_t signature) {
+    return (epoch << 16) | signature;
+}
+constexpr uint32_t kCopiedSignature = 0;  // of the copy engine's flags
+
 // In device memory. The call counters live here, so that a replayed CUDA graph counts on.
 struct DeviceState {
-    uint64_t epoch[3];  // calls finished, by phase
+    static constexpr int kCopySteps = 16;
+
+    uint64_t epoch[3];                 // calls finished, by phase
+    uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
     uint32_t blocks_done;
     uint32_t steps_taken;   // of the walk over the copies of the call (device/copy_walk.cuh)
     uint32_t tokens_taken;  // of the sums at home

@@ -17,10 +17,6 @@ namespace hybrid_ep::device {
 
 using layout::Phase;
 
-__device__ __forceinline__ uint64_t flag_value(uint64_t epoch, uint32_t signature) {
-    return (epoch << 16) | signature;
-}
-
 // The number of the call being made; read it before last_block() can have moved it on.
 __device__ __forceinline__ uint64_t current_epoch(const DeviceState* state, Phase phase) {
     return *reinterpret_cast<const volatile uint64_t*>(&state->epoch[int(phase)]) + 1;

@@ -7,7 +7,8 @@
 //             slot --TMA stores--> rows[row_i], weights[row_i], scales[row_i]
 //
 // Publishing and pulling are done by different warps of each block and do not wait for each other,
-// so no two ranks ever do. Only tokens that go to a peer are published, others come from x.
+// so no two ranks ever do. Only tokens that go to a peer are published, others come from x; but
+// where the copy engine publishes, it has begun before this kernel, with all of them.
 // The two may also be two launches, with the host's wait for the number of rows between them.
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
@@ -112,11 +113,13 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
     if (is_first_sweeper) announce_arrival(p, epoch);
     if (role == kHerald) {
         if (publishes(p)) announce_parcels(p, smem.publish, epoch);
-    } else if (role >= first_writer(p)) {
+        return;
+    }
+    if (role >= first_writer(p)) {
         const int writer = role - first_writer(p);
         if (publishes(p)) write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch);
+        return;
     }
-    if (role == kHerald || role >= first_writer(p)) return;
 
     // publishing needs what publish_routing wrote, pulling what assign_rows did
     ptx::await_kernel_before();
@@ -155,6 +158,7 @@ __global__ void __launch_bounds__(kThreads, 1) dispatch(const __grid_constant__ 
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
     const layout::HandleView handle(p.words, p.context.handle);
     play(warp_id(), p, handle, slots, smem, epoch);
+    if (p.behind_routing) ptx::await_kernel_before();  // or the next could overtake that one
     __syncthreads();
     if (p.pulls && !smem.pull.failed && is_last_block(watch.state) && threadIdx.x == 0) {
         close_call(watch.state, Phase::kDispatch, epoch);

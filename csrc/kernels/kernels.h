@@ -48,6 +48,14 @@ struct AssignRowsParams {
 };
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
 
+// How the copy engine publishes rows: those before token end[i] are in the outbox once flag i of
+// DeviceState::rows_copied is that of the call. No steps: SMs publish.
+struct CopySteps {
+    static constexpr int kMost = DeviceState::kCopySteps;
+    int count;
+    int end[kMost];
+};
+
 // One launch, or two: the first publishes parcels [first_parcel, end_parcel), the second the rest
 // and pulls.
 struct DispatchParams {
@@ -55,6 +63,7 @@ struct DispatchParams {
     layout::RecordLayout record;
     int first_parcel, end_parcel;
     bool pulls;
+    CopySteps copied;
     bool behind_routing;  // the kernel before is assign_rows, of the same call
     const char *x, *scales;
     const float* weights;

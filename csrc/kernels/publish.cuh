@@ -2,6 +2,9 @@
 //
 //   x[t], scales, weights --loads and stores--> outbox record [row | scales | weights]   writers
 //                                       parcel complete --> a flag in every peer          herald
+//
+// Where the copy engine publishes the rows, writers have the scales and weights left to do, and the
+// herald waits for both.
 #pragma once
 
 #include "device/flag.cuh"
@@ -19,7 +22,7 @@ constexpr int kWriters = 4;         // more would take the SM's stores away from
 constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way
 
 struct PublishSmem {
-    static constexpr int kParcels = 8;
+    static constexpr int kParcels = 31;
 
     Handover<kParcels> parcels;  // of this block, from writers to herald
 };
@@ -118,7 +121,7 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
     Turn turn;
     for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
         smem.parcels.await_free(turn);
-        write_rows(p, handle, writer, num_writers, parcel, epoch);
+        if (p.copied.count == 0) write_rows(p, handle, writer, num_writers, parcel, epoch);
         write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
         if (lane_id() == 0) smem.parcels.filled(turn);
@@ -126,21 +129,52 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
     }
 }
 
+// How far the copy engine is. The whole warp.
+class CopiedRows {
+  public:
+    __device__ CopiedRows(const DispatchParams& p, uint64_t epoch) : p_(p), epoch_(epoch) {}
+
+    // Until the rows of `parcel` are in the outbox. False: give up.
+    __device__ bool await(int parcel) {
+        const auto& watch = p_.context.watch;
+        for (; parcel >= end_parcel(); ++steps_) {
+            if (!wait_flag(&watch.state->rows_copied[steps_], epoch_, kCopiedSignature, watch,
+                           Phase::kDispatch, p_.context.rank, parcel)) {
+                return false;
+            }
+        }
+        return true;
+    }
+    // The rows of the parcels before it are there.
+    __device__ int end_parcel() const {
+        if (steps_ == p_.copied.count) return p_.end_parcel;
+        return steps_ == 0 ? 0 : p_.copied.end[steps_ - 1] / kParcelTokens;
+    }
+
+  private:
+    const DispatchParams& p_;
+    uint64_t epoch_;
+    int steps_ = 0;
+};
+
 // The block's parcels in turn, as many at once as are written: a fence for the whole system takes
-// longer than writing a parcel.
+// longer than writing a parcel. It sleeps while there is none.
 __device__ void announce_parcels(const DispatchParams& p, PublishSmem& smem, uint64_t epoch) {
     const Stopwatch publishing(p.context.trace);
     const auto& b = p.context.buffer;
     const uint64_t value = flag_value(epoch, p.record.signature());
     auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
+    CopiedRows copied(p, epoch);
     int announced = 0;
     while (parcel(announced) < p.end_parcel) {
-        const int ready = smem.parcels.num_filled(announced);
-        if (ready == 0) continue;
+        smem.parcels.await_filled(Turn::of(announced, PublishSmem::kParcels));
+        const bool good = copied.await(parcel(announced));
+        int ready = smem.parcels.num_filled(announced);
+        while (good && parcel(announced + ready - 1) >= copied.end_parcel()) --ready;
         ptx::fence_system();
         for (int i = lane_id(); i < ready * b.num_ranks; i += kWarp) {
             const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
-            ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
+            if (good) ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
         if (lane_id() < ready) smem.parcels.freed((announced + lane_id()) % PublishSmem::kParcels);
         announced += ready;

@@ -1,0 +1,36 @@
+// Publishing by the GPU's copy engine, which takes no SM: what few SMs can send is what bounds a
+// dispatch. It copies rows on a stream of its own, in steps, and raises a flag behind each.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include "kernels/kernels.h"
+
+namespace hybrid_ep {
+
+class CopyEngine {
+  public:
+    CopyEngine();
+    ~CopyEngine();
+    CopyEngine(const CopyEngine&) = delete;
+    CopyEngine& operator=(const CopyEngine&) = delete;
+
+    // Rows in memory, so many bytes apart.
+    struct Rows {
+        char* at;
+        int64_t stride;
+    };
+    // Whether it can read such rows.
+    static bool can_copy(int64_t stride, int row_bytes);
+
+    // Copies `count` rows once the work that is on `stream` by now is done; flags[i] becomes `flag`
+    // behind step i. Behind the last one `from` is not read any more.
+    kernels::CopySteps copy(const Rows& from, const Rows& to, int row_bytes, int count,
+                            uint64_t* flags, uint64_t flag, cudaStream_t stream);
+
+  private:
+    cudaStream_t own_ = nullptr;
+    cudaEvent_t before_ = nullptr;
+};
+
+}  // namespace hybrid_ep
