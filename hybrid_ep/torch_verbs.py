@@ -80,11 +80,15 @@ def dispatch_fresh(
     align: int,
 ) -> tuple[Tensor | None, ...]:
     """What route returns and then what dispatch does: one call of the backend where that can be."""
-    if max_rows is None or _needs_grad(x, weights) or _watched(topk_idx, x, weights, scales):
+    if _watched(topk_idx, x, weights, scales):
         made = route(topk_idx, max_rows, align, buffer.id)
         num_tokens = topk_idx.shape[0]
         return *made, *dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
     rules.check_experts(buffer, topk_idx)
+    if _needs_grad(x, weights):
+        made = []
+        moved = _apply_dispatch_fresh(x, weights, scales, topk_idx, max_rows, align, buffer, made)
+        return *made, *moved
     return buffer.verbs.dispatch_fresh(topk_idx, x, weights, scales, max_rows=max_rows, align=align)
 
 
@@ -314,6 +318,34 @@ class _Dispatch(torch.autograd.Function):
     backward = staticmethod(_dispatch_backward)
 
 
+class _DispatchFresh(torch.autograd.Function):
+    """The route is put into a list: each output of a Function costs a gradient, be it of zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        topk_idx: Tensor,
+        max_rows: int | None,
+        align: int,
+        buffer: Buffer,
+        made: list[Tensor],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = buffer.verbs.dispatch_fresh(
+            topk_idx, x, weights, scales, max_rows=max_rows, align=align
+        )
+        made.extend(output[:4])
+        inputs = (x, weights, scales, made[0], x.shape[0], max_rows, buffer.id)
+        _save_dispatch(ctx, inputs, output[4:])
+        return output[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return *_dispatch_backward(ctx, *grads), None
+
+
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
@@ -326,6 +358,7 @@ class _Combine(torch.autograd.Function):
 
 # What Function.apply ends in; before that it looks for functorch, as _watched has done, which costs
 # a sixth of the call.
+_apply_dispatch_fresh = super(torch.autograd.Function, _DispatchFresh).apply
 _apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
 _apply_combine = super(torch.autograd.Function, _Combine).apply
 

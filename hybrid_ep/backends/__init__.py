@@ -56,7 +56,7 @@ class Backend(Protocol):
         weights: Tensor | None,
         scales: Tensor | None,
         *,
-        max_rows: int,
+        max_rows: int | None,
         align: int,
     ) -> tuple[Tensor | None, ...]:
         """What route returns, then what dispatch does.

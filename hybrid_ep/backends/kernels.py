@@ -137,9 +137,7 @@ class KernelBackend:
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
         stream = self._begin()
-        exact = max_rows is None
-        if exact and torch.cuda.is_current_stream_capturing():
-            raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
+        bound = self._bound(max_rows)
         topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
         experts = self._num_local_experts
         empty = self._allocator()
@@ -155,11 +153,11 @@ class KernelBackend:
             topk_idx.stride(0),
             topk_idx.shape[0],
             align,
-            -1 if exact else max_rows,
+            bound,
         )
         new_layout = tuple(map(Tensor.data_ptr, made))
-        ticket = self._runtime.route(choices, new_layout, exact, stream)
-        if exact:
+        ticket = self._runtime.route(choices, new_layout, max_rows is None, stream)
+        if max_rows is None:
             self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
         return made
 
@@ -182,10 +180,11 @@ class KernelBackend:
         weights: Tensor | None,
         scales: Tensor | None,
         *,
-        max_rows: int,
+        max_rows: int | None,
         align: int,
     ) -> tuple[Tensor | None, ...]:
         stream = self._begin()
+        bound = self._bound(max_rows)
         stride, step = topk_idx.stride()
         if step != 1:
             topk_idx = topk_idx.contiguous()
@@ -200,7 +199,7 @@ class KernelBackend:
             stride,
             topk_idx.shape[0],
             align,
-            max_rows,
+            bound,
         )
         at = sizes.data_ptr()
         new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
@@ -250,9 +249,12 @@ class KernelBackend:
             layout.data_ptr(),
         )
         waits = num_rows is None
-        if waits:
+        if waits and routing is None:
             self._runtime.publish(sent, stream)
             num_rows = self._required_rows(layout, stream)
+        elif waits:
+            self._last_ticket = self._runtime.publish_fresh(*routing, sent, stream)
+            num_rows = self._await_mail(self._last_ticket, stream)
         row_weights = row_scales = None
         row_weights_at = row_scales_at = 0
         rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
@@ -310,11 +312,22 @@ class KernelBackend:
         self.check()
         return self._streams.current()
 
+    def _bound(self, max_rows: int | None) -> int:
+        """As the runtime takes it."""
+        if max_rows is not None:
+            return max_rows
+        if torch.cuda.is_current_stream_capturing():
+            raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
+        return -1
+
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
         # a replayed layout has no mail, and one that was routed long ago has lost its own
         if ticket is None or self._last_ticket - ticket >= _MAIL_LIFETIME:
             return int(layout[_REQUIRED_ROWS])
+        return self._await_mail(ticket, stream)
+
+    def _await_mail(self, ticket: int, stream: int) -> int:
         num_rows = self._runtime.required_rows(ticket, stream)
         if num_rows is None:
             self.check()

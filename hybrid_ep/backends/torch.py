@@ -254,7 +254,7 @@ class TorchBackend:
         weights: Tensor | None,
         scales: Tensor | None,
         *,
-        max_rows: int,
+        max_rows: int | None,
         align: int,
     ) -> tuple[Tensor | None, ...]:
         route = self.route(topk_idx, max_rows=max_rows, align=align)

@@ -126,7 +126,7 @@ def quiet(alone):
 
 def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
     out = quiet.dispatch()
-    assert quiet.asked() == ["route", "publish", "required_rows", "pull"]
+    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
     assert out.rows.shape[0] == 24
     quiet.dispatch(max_rows=32)
     assert quiet.asked() == ["dispatch_fresh"]

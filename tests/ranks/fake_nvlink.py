@@ -86,6 +86,11 @@ class Fake:
         self.note("publish")
         self.given["Sent"] = sent
 
+    def publish_fresh(self, choices: Fields, new_layout: Fields, sent: Fields, stream: int) -> int:
+        self.note("publish_fresh")
+        self.given = {"Choices": choices, "NewLayout": new_layout, "Sent": sent}
+        return 1
+
     def required_rows(self, ticket: int, stream: int) -> int:
         self.note("required_rows")
         return self.num_rows

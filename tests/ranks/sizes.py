@@ -31,18 +31,29 @@ def compare_with_torch(
         x = torch.randn((num_tokens, HIDDEN), device=me.device, generator=draw).bfloat16()
         scores = torch.rand((num_tokens, sizes["num_experts"]), device=me.device, generator=draw)
         topk_weights, topk_idx = scores.topk(TOPK)
-        results = []
-        for buffer in (ours, theirs):
-            out = hybrid_ep.dispatch(buffer, x, topk_idx, topk_weights, align=align)
-            y = hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights)
-            results.append({"counts": out.counts, "rows": out.rows, "weights": out.weights, "y": y})
-        for name, value in results[0].items():
-            same_bytes(value, results[1][name], f"{name} of {num_tokens} tokens")
-        compared += len(results[0]["rows"])
+        exact = hybrid_ep.dispatch(ours, x, topk_idx, topk_weights, align=align)
+        ways = {
+            "exact": exact,
+            "replayed": hybrid_ep.dispatch(ours, x, None, topk_weights, handle=exact.handle),
+            "bounded": hybrid_ep.dispatch(
+                ours, x, topk_idx, topk_weights, align=align, max_rows=len(exact.rows)
+            ),
+        }
+        right = hybrid_ep.dispatch(theirs, x, topk_idx, topk_weights, align=align)
+        want = results_of(theirs, right)
+        for way, out in ways.items():
+            for name, value in results_of(ours, out).items():
+                same_bytes(value, want[name], f"{name} of {num_tokens} tokens, {way}")
+        compared += len(exact.rows)
     torch.cuda.synchronize()
     ours.destroy()
     theirs.destroy()
     return compared
+
+
+def results_of(buffer: hybrid_ep.Buffer, out: hybrid_ep.Dispatched) -> dict[str, torch.Tensor]:
+    y = hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights)
+    return {"counts": out.counts, "rows": out.rows, "weights": out.weights, "y": y}
 
 
 def overlap_streams(me: Rank, steps: int) -> list[int]:
