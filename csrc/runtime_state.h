@@ -36,12 +36,12 @@ constexpr uint32_t kCopiedSignature = 0;  // of the copy engine's flags
 struct DeviceState {
     static constexpr int kCopySteps = 16;
 
-    uint64_t epoch[3];                 // calls finished, by phase
-    uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
+    uint64_t epoch[3];  // calls finished, by phase
     uint32_t blocks_done;
     uint32_t steps_taken;   // of the walk over the copies of the call (device/copy_walk.cuh)
     uint32_t tokens_taken;  // of the sums at home
     uint32_t faulted;
+    uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
 };
 
 // What a block was doing; the names are those of hybrid_ep/trace.py.
