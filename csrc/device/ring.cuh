@@ -64,11 +64,11 @@ struct Handover {
     __device__ __forceinline__ void await_filled(const Turn& turn) {
         ptx::mbarrier_wait(&filled_[turn.at], turn.parity);
     }
-    // The whole warp: so many entries in a row are filled, from the n-th that is used on.
-    __device__ __forceinline__ int num_filled(int n) {
+    // The whole warp: so many of `size` entries in a row are filled, from the n-th that is used on.
+    __device__ __forceinline__ int num_filled(int n, int size) {
         static_assert(kMostEntries < kWarp);
-        const Turn turn = Turn::of(n + lane_id(), kMostEntries);
-        const bool filled = lane_id() < kMostEntries && is_filled(turn);
+        const Turn turn = Turn::of(n + lane_id(), size);
+        const bool filled = lane_id() < size && is_filled(turn);
         return __ffs(~__ballot_sync(kAllLanes, filled)) - 1;
     }
     __device__ __forceinline__ bool is_filled(const Turn& turn) {

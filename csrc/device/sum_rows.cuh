@@ -39,16 +39,16 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 
 // A ring's part of shared memory.
 struct SumSmem {
-    static constexpr int kFlags = 8;
-
     SlotHandover slots;
-    Handover<kFlags> stored;  // sums with flags, from adders to herald
-    uint64_t* flag[kFlags];   // null: there is no more
+    // Sums with flags, from adders to herald. As many as there are slots: a warp of adders may be
+    // so many sums ahead of another, and with more of them pushers fill the link's queues.
+    SlotHandover stored;
+    uint64_t* flag[layout::kMostSlots];  // null: there is no more
 
     // One thread, before a barrier of the block.
     __device__ void init(int num_slots) {
         slots.init(num_slots, kAdderWarps);
-        stored.init(kFlags, 1, kAdderWarps);
+        stored.init(num_slots, 1, kAdderWarps);
     }
 };
 
@@ -212,7 +212,7 @@ class Adder {
         }
         __syncwarp();
         if (lane_id() == 0) smem_.stored.filled(stored_);
-        stored_.advance(SumSmem::kFlags);
+        stored_.advance(slots_.size());
     }
 
     __device__ __forceinline__ void free_slot() {
@@ -239,16 +239,16 @@ class Adder {
 // for the whole system takes longer than a sum. It sleeps while there is none: polling would take
 // the adders' turns at shared memory. Returns when it set the last, by the GPU's timer; 0: there
 // was none.
-__device__ inline uint64_t announce_sums(SumSmem& smem, uint64_t value) {
+__device__ inline uint64_t announce_sums(SumSmem& smem, int num_slots, uint64_t value) {
     uint64_t last_ns = 0;
     int announced = 0;
     for (bool is_end = false; !is_end;) {
-        smem.stored.await_filled(Turn::of(announced, SumSmem::kFlags));
-        const int stored = smem.stored.num_filled(announced);
+        smem.stored.await_filled(Turn::of(announced, num_slots));
+        const int stored = smem.stored.num_filled(announced, num_slots);
         ptx::fence_system();
         bool is_sum = false;
         if (lane_id() < stored) {
-            const int at = (announced + lane_id()) % SumSmem::kFlags;
+            const int at = (announced + lane_id()) % num_slots;
             uint64_t* flag = smem.flag[at];
             is_sum = flag != nullptr;
             is_end = !is_sum;

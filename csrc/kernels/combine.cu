@@ -234,7 +234,8 @@ struct Jobs {
 __device__ void announce(const CombineParams& p, RingSmem& ring, uint64_t epoch) {
     const Trace& trace = p.context.trace;
     const uint64_t begin = ptx::global_timer_ns();
-    const uint64_t pushed = announce_sums(ring.sums, flag_value(epoch, signature(p)));
+    const uint64_t pushed =
+        announce_sums(ring.sums, p.ring.num_slots, flag_value(epoch, signature(p)));
     if (lane_id() != 0) return;
     if (pushed > 0) note(trace, Span::kPushSums, epoch, begin, pushed);
     note(trace, Span::kSumAtHome, epoch, max(begin, pushed), ptx::global_timer_ns());

@@ -169,7 +169,7 @@ __device__ void announce_parcels(const DispatchParams& p, PublishSmem& smem, uin
     while (parcel(announced) < p.end_parcel) {
         smem.parcels.await_filled(Turn::of(announced, PublishSmem::kParcels));
         const bool good = copied.await(parcel(announced));
-        int ready = smem.parcels.num_filled(announced);
+        int ready = smem.parcels.num_filled(announced, PublishSmem::kParcels);
         while (good && parcel(announced + ready - 1) >= copied.end_parcel()) --ready;
         ptx::fence_system();
         for (int i = lane_id(); i < ready * b.num_ranks; i += kWarp) {
