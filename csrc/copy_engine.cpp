@@ -15,15 +15,15 @@ constexpr int kFirstRows = 256, kGrowth = 4, kMostRows = 4096;
 
 using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
 
+constexpr unsigned int kCudaVersion = 12000;  // whose variant of the function is wanted
+
 // The driver is not linked, so that the extension loads where there is none.
 WriteValue find_write_value() {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wdeprecated-declarations"  // what replaces it, CUDA 12.4 lacks
-    check_cuda(cudaGetDriverEntryPoint("cuStreamWriteValue64", &found, cudaEnableDefault, &result),
+    check_cuda(cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &found, kCudaVersion,
+                                                cudaEnableDefault, &result),
                "cuStreamWriteValue64");
-#pragma GCC diagnostic pop
     if (found == nullptr) throw std::runtime_error("the driver has no cuStreamWriteValue64");
     return reinterpret_cast<WriteValue>(found);
 }

@@ -11,12 +11,6 @@ namespace {
 // about as long; the others follow beside the pull.
 constexpr int kEarlyEighths = 3;
 
-// The copy engine publishes where few SMs dispatch many tokens. More SMs are faster by themselves:
-// they write no more than is soon read, so that it stays in the L2 cache. Nor does it where the
-// host waits for the number of rows: there the time to tell it what to do is lost.
-constexpr int kMostSmsBesideEngine = 32;
-constexpr int kLeastTokensOfEngine = 2048;
-
 }  // namespace
 
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
@@ -84,9 +78,8 @@ bool Runtime::engine_may_publish(const Sent& sent, cudaStream_t stream) {
     cudaStreamCaptureStatus capture{};
     check_cuda(cudaStreamIsCapturing(stream, &capture), "state of the stream");
     was_captured_ = was_captured_ || capture != cudaStreamCaptureStatusNone;
-    return !was_captured_ && config_.num_ranks > 1 &&
-           config_.num_sms_dispatch <= kMostSmsBesideEngine &&
-           sent.num_tokens >= kLeastTokensOfEngine &&
+    return !was_captured_ && config_.num_ranks > 1 && config_.num_sms_dispatch <= kEngineMostSms &&
+           sent.num_tokens >= kEngineLeastTokens &&
            CopyEngine::can_copy(sent.x_stride, sent.row_bytes);
 }
 

@@ -17,6 +17,12 @@
 
 namespace hybrid_ep {
 
+// The copy engine publishes where few SMs dispatch many tokens. More SMs are faster by themselves:
+// they write no more than is soon read, so that it stays in the L2 cache. Nor does it where the
+// host waits for the number of rows: there the time to tell it what to do is lost.
+constexpr int kEngineMostSms = 32;
+constexpr int kEngineLeastTokens = 2048;
+
 struct RuntimeConfig {
     int device, rank, num_ranks, num_experts, max_tokens, topk;
     int row_capacity, inbox_row_bytes;

@@ -1,6 +1,6 @@
-"""Bytes of the nvlink backend's memory, for machines without the extension.
+"""Bytes of the nvlink backend's memory and who publishes, for machines without the extension.
 
-csrc/layout/ describes that memory; a test holds these sizes and the extension's together.
+csrc/layout/ describes that memory; a test holds what is here and the extension together.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ CHUNK_TOKENS = 128
 PARCEL_TOKENS = 16
 MAX_CHANNELS = 256
 REGION_ALIGN = 128
+ENGINE_MOST_SMS, ENGINE_LEAST_TOKENS = 32, 2048  # of a dispatch
 
 
 def symmetric_regions(
@@ -58,6 +59,11 @@ def symmetric_regions(
 def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> int:
     """Bytes of a token in an outbox and on the wire: row, scales and weights, each padded to 16."""
     return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
+
+
+def engine_publishes(num_sms: int, num_tokens: int) -> bool:
+    """Whether the copy engine publishes, if the size is not exact and no graph holds the call."""
+    return num_sms <= ENGINE_MOST_SMS and num_tokens >= ENGINE_LEAST_TOKENS
 
 
 def handle_bytes(

@@ -21,7 +21,12 @@ from hybrid_ep.network_window import (
     Window,
     network_window,
 )
-from hybrid_ep.nvlink_sizes import handle_bytes, record_bytes, symmetric_regions
+from hybrid_ep.nvlink_sizes import (
+    engine_publishes,
+    handle_bytes,
+    record_bytes,
+    symmetric_regions,
+)
 from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
@@ -240,10 +245,11 @@ def make_plan(
 
     # a token is read and written to publish it, each copy is read once and written to all its rows
     copies = tokens * load.copies.expected
-    written, read = (tokens + rows.expected) * row_bytes, (tokens + copies) * row_bytes
+    by_sms = 0 if num_nodes == 1 and engine_publishes(num_sms, tokens) else tokens
+    sent = by_sms + rows.expected + LOAD_SHARE * (by_sms + copies)
     dispatch_bounds = [
-        _bound("SM output", written + LOAD_SHARE * read, SM_OUTPUT_GBS * num_sms),
-        _bound("memory", written + read, HBM_GBS),
+        _bound("SM output", sent * row_bytes, SM_OUTPUT_GBS * num_sms),
+        _bound("memory", (2 * tokens + rows.expected + copies) * row_bytes, HBM_GBS),
     ]
     # experts' rows are added where they are, the sums of other ranks at home
     added = (rows.expected + copies * (1 - 1 / num_ranks)) * sum_bytes

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import limits
+from hybrid_ep import limits, nvlink_sizes
 from hybrid_ep.cli import plan as command
 from hybrid_ep.network_window import Window
 from hybrid_ep.nvlink_sizes import handle_bytes, symmetric_regions
@@ -263,17 +263,29 @@ def test_one_rank_moves_nothing() -> None:
 
 
 def test_bounds_of_the_measured_case() -> None:
-    """Two ranks, 16 experts, 32 SMs: 58.7 MB each way, 8 rows a token, published and read twice."""
-    plan = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16})
+    """Two ranks, 16 experts: 58.7 MB each way, 8 rows a token, published and read twice."""
+    case = {**EP64, "num_ranks": 2, "num_experts": 16}
+    plan = make_plan(**case, num_sms=48)
     us = {bound.limit: bound.us for bound in plan.dispatch.bounds}
     assert us["NVLink"] == pytest.approx(178, abs=1)
-    assert us["SM output"] == pytest.approx(9.75 * 58.7e3 / (32 * 62), abs=1)
+    assert us["SM output"] == pytest.approx(9.75 * 58.7e3 / (48 * 62), abs=1)
     assert us["memory"] == pytest.approx(12 * 58.7e3 / 4140, abs=1)
     assert plan.dispatch.dominant.limit == "SM output"
     us = {bound.limit: bound.us for bound in plan.combine.bounds}
-    assert us["SM sums"] == pytest.approx(9 * 58.7e3 / (32 * 66), abs=1)
-    more_sms = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16, "num_sms": 64})
-    assert more_sms.dispatch.dominant.limit == "NVLink"
+    assert us["SM sums"] == pytest.approx(9 * 58.7e3 / (48 * 66), abs=1)
+    assert make_plan(**case, num_sms=64).dispatch.dominant.limit == "NVLink"
+
+
+def test_the_copy_engine_publishes_where_few_sms_dispatch() -> None:
+    def sm_output(**case: int) -> float:
+        plan = make_plan(**{**EP64, "num_ranks": 2, "num_experts": 16, **case})
+        (us,) = (bound.us for bound in plan.dispatch.bounds if bound.limit == "SM output")
+        return us * case["num_sms"] / plan.max_tokens
+
+    by_itself = sm_output(num_sms=33)
+    assert sm_output(num_sms=32) == pytest.approx(by_itself * 8.5 / 9.75, rel=1e-3)
+    assert sm_output(num_sms=32, max_tokens=2047) == pytest.approx(by_itself, rel=1e-3)
+    assert sm_output(num_sms=32, max_tokens=2048) < 0.9 * by_itself
 
 
 def test_network_dominates_between_nodes() -> None:
@@ -343,6 +355,8 @@ def test_limits_are_those_of_the_extension() -> None:
         "hybrid_ep._nvlink", reason="hybrid_ep._nvlink was not built: that takes nvcc"
     )
     assert (limits.MAX_RANKS, limits.MAX_TOPK) == (extension.MAX_RANKS, extension.MAX_TOPK)
+    ours = (nvlink_sizes.ENGINE_MOST_SMS, nvlink_sizes.ENGINE_LEAST_TOKENS)
+    assert ours == (extension.ENGINE_MOST_SMS, extension.ENGINE_LEAST_TOKENS)
 
 
 def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
