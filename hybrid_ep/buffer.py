@@ -191,7 +191,7 @@ class Buffer:
         """Write what the kernels did since the last time as a Chrome trace.
 
         Collective; waits for the GPU. Rank 0 writes the file, in which each rank is a process and
-        each CUDA block a thread: open it in chrome://tracing or Perfetto. A rank keeps
+        each CUDA block a few threads: open it in chrome://tracing or Perfetto. A rank keeps
         131,072 events at most, the first ones.
 
         Args:

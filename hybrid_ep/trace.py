@@ -107,8 +107,30 @@ def _first_ends(events: list[Event]) -> dict[tuple[int, int], int]:
     return ends
 
 
+def lay_out(events: Iterable[Event]) -> list[tuple[int, Event]]:
+    """Each event with its row among those of its block, so that events of a row never cross.
+
+    Viewers draw what a thread does as a stack: an event lies beside another or within it. Warps of
+    a block do things at the same time, so a block has several rows.
+    """
+    open_ends: dict[int, list[list[int]]] = defaultdict(list)  # block -> row -> stack of ends
+    placed = []
+    for event in sorted(events, key=lambda event: (event.begin_ns, -event.end_ns)):
+        rows = open_ends[event.block]
+        for stack in rows:
+            while stack and stack[-1] <= event.begin_ns:
+                stack.pop()
+        fits = (row for row, ends in enumerate(rows) if not ends or event.end_ns <= ends[-1])
+        row = next(fits, len(rows))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(event.end_ns)
+        placed.append((row, event))
+    return placed
+
+
 def chrome_trace(events_of_ranks: list[list[Event]]) -> dict[str, Any]:
-    """The events of all ranks as Chrome's trace format: a process a rank, a thread a block.
+    """The events of all ranks as Chrome's trace format: a process a rank, threads for each block.
 
     Args:
         events_of_ranks: each rank's events.
@@ -125,12 +147,24 @@ def chrome_trace(events_of_ranks: list[list[Event]]) -> dict[str, Any]:
         ),
         default=0,
     )
+    laid_out = [lay_out(events) for events in events_of_ranks]
+    num_rows = 1 + max((row for placed in laid_out for row, _ in placed), default=0)
     trace: list[dict[str, Any]] = []
-    for rank, (offset, events) in enumerate(zip(offsets, events_of_ranks, strict=True)):
+    for rank, (offset, placed) in enumerate(zip(offsets, laid_out, strict=True)):
         trace.append(
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
         )
-        for event in events:
+        for block, row in sorted({(event.block, row) for row, event in placed}):
+            trace.append(
+                {
+                    "ph": "M",
+                    "name": "thread_name",
+                    "pid": rank,
+                    "tid": block * num_rows + row,
+                    "args": {"name": f"block {block}"},
+                }
+            )
+        for row, event in placed:
             verb, name = SPANS[event.span]
             trace.append(
                 {
@@ -138,10 +172,10 @@ def chrome_trace(events_of_ranks: list[list[Event]]) -> dict[str, Any]:
                     "name": name,
                     "cat": verb,
                     "pid": rank,
-                    "tid": event.block,
+                    "tid": event.block * num_rows + row,
                     "ts": (event.begin_ns - offset - begin) / 1e3,  # microseconds
                     "dur": (event.end_ns - event.begin_ns) / 1e3,
-                    "args": {"call": event.call},
+                    "args": {"call": event.call, "block": event.block},
                 }
             )
     return {"traceEvents": trace, "displayTimeUnit": "ns"}

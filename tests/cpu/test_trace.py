@@ -5,7 +5,7 @@ import json
 import pytest
 
 import hybrid_ep
-from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets, phase_times
+from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets, lay_out, phase_times
 
 PUBLISH, WAIT, ASSIGN = range(3)
 
@@ -69,6 +69,17 @@ def test_the_late_rank_shows() -> None:
     begins = [event["ts"] for event in trace if event["ph"] == "X"]
     assert min(begins) == 0
     assert {event["cat"] for event in trace if event["ph"] == "X"} == {"route"}
+
+
+def test_events_of_a_row_never_cross() -> None:
+    pull, publish, wait = (Event(6, 0, 1, 0, 90), Event(3, 0, 1, 10, 100), Event(5, 0, 1, 20, 30))
+    later, elsewhere = Event(6, 0, 2, 90, 120), Event(6, 1, 1, 5, 95)
+    rows = {event: row for row, event in lay_out([elsewhere, later, wait, publish, pull])}
+    assert rows == {pull: 0, publish: 1, wait: 0, later: 0, elsewhere: 0}
+    trace = chrome_trace([[pull, publish, elsewhere]])["traceEvents"]
+    threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
+    assert threads == {0: "block 0", 1: "block 0", 2: "block 1"}
+    assert {e["tid"]: e["args"]["block"] for e in trace if e["ph"] == "X"} == {0: 0, 1: 0, 2: 1}
 
 
 @pytest.mark.parametrize(
