@@ -134,7 +134,7 @@ class Pool:
             self._processes[rank].join(timeout=10)
             return Outcome(exit_code=self._processes[rank].exitcode)
 
-    def close(self, timeout_s: float = 20.0) -> list[int | None]:
+    def close(self, timeout_s: float = 60.0) -> list[int | None]:
         """End the ranks as a program ends; their exit codes, None for one that had to be killed."""
         for connection in self._connections:
             connection.close()
