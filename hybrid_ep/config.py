@@ -39,7 +39,7 @@ class Config:
         num_sms_dispatch: SMs that pull tokens from the peers' outboxes into expert rows. With at
             most 32 of them the GPU's copy engine publishes 2,048 tokens and more, if all ranks are
             of one node, the size is not exact and no CUDA graph holds a dispatch of the Buffer:
-            faster, but it costs the host some 25 us a call.
+            the GPU is faster then, and the call costs the host more (docs/performance.md).
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
         network_channels: SMs that send to the other nodes, of those of dispatch; each has a queue
             pair to every rail peer.

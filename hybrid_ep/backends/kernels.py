@@ -137,8 +137,7 @@ class KernelBackend:
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
         stream = self._begin()
-        bound = self._bound(max_rows)
-        topk_idx = topk_idx if topk_idx.stride(1) == 1 else topk_idx.contiguous()
+        topk_idx, choices = _choices(topk_idx, max_rows, align)
         experts = self._num_local_experts
         empty = self._allocator()
         made = Route(
@@ -146,14 +145,6 @@ class KernelBackend:
             empty((experts,), _DENSE, int32),
             empty((experts + 1,), _DENSE, int32),
             empty((), (), int32),
-        )
-        choices = (
-            topk_idx.data_ptr(),
-            topk_idx.element_size(),
-            topk_idx.stride(0),
-            topk_idx.shape[0],
-            align,
-            bound,
         )
         new_layout = tuple(map(Tensor.data_ptr, made))
         ticket = self._runtime.route(choices, new_layout, max_rows is None, stream)
@@ -184,23 +175,11 @@ class KernelBackend:
         align: int,
     ) -> tuple[Tensor | None, ...]:
         stream = self._begin()
-        bound = self._bound(max_rows)
-        stride, step = topk_idx.stride()
-        if step != 1:
-            topk_idx = topk_idx.contiguous()
-            stride = topk_idx.shape[1]
+        topk_idx, choices = _choices(topk_idx, max_rows, align)
         experts = self._num_local_experts
         empty = self._allocator()
         layout = empty((self.layout_size,), _DENSE, int32)
         sizes = empty((2 * experts + 2,), _DENSE, int32)
-        choices = (
-            topk_idx.data_ptr(),
-            topk_idx.element_size(),
-            stride,
-            topk_idx.shape[0],
-            align,
-            bound,
-        )
         at = sizes.data_ptr()
         new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
         rows, row_weights, row_scales = self._move(
@@ -312,14 +291,6 @@ class KernelBackend:
         self.check()
         return self._streams.current()
 
-    def _bound(self, max_rows: int | None) -> int:
-        """As the runtime takes it."""
-        if max_rows is not None:
-            return max_rows
-        if torch.cuda.is_current_stream_capturing():
-            raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
-        return -1
-
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
         # a replayed layout has no mail, and one that was routed long ago has lost its own
@@ -333,6 +304,23 @@ class KernelBackend:
             self.check()
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
         return num_rows
+
+
+def _choices(topk_idx: Tensor, max_rows: int | None, align: int) -> tuple[Tensor, Fields]:
+    """The fields of a Choices, and the tensor whose address is among them: keep it until the call.
+
+    Raises:
+        ValueError: the size is to be exact in a CUDA graph.
+    """
+    if max_rows is None and torch.cuda.is_current_stream_capturing():
+        raise ValueError("a CUDA graph needs max_rows: without it the host waits for M")
+    stride, step = topk_idx.stride()
+    if step != 1:
+        topk_idx = topk_idx.contiguous()
+        stride = topk_idx.shape[1]
+    bound = -1 if max_rows is None else max_rows
+    size, count = topk_idx.element_size(), topk_idx.shape[0]
+    return topk_idx, (topk_idx.data_ptr(), size, stride, count, align, bound)
 
 
 def _address(tensor: Tensor | None) -> int:
