@@ -62,9 +62,9 @@ void bind_verbs(py::class_<R>& runtime) {
         .def("fault", &R::fault)
         .def("take_trace",
              [](R& self) {
-                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t>> events;
+                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t, int>> events;
                  for (const TraceEvent& e : self.take_trace()) {
-                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns);
+                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns, e.sm);
                  }
                  return events;
              })

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <string>
 
 #include "check.h"
 
@@ -13,24 +14,35 @@ namespace {
 // Little at first, so that peers can soon begin to pull; each step is two calls of the driver.
 constexpr int kFirstRows = 256, kGrowth = 4, kMostRows = 4096;
 
+using GetAttribute = CUresult (*)(int*, CUdevice_attribute, CUdevice);
 using WriteValue = CUresult (*)(CUstream, CUdeviceptr, cuuint64_t, unsigned int);
 
-constexpr unsigned int kCudaVersion = 12000;  // whose variant of the function is wanted
+constexpr unsigned int kCudaVersion = 12000;  // whose variants of the functions are wanted
 
 // The driver is not linked, so that the extension loads where there is none.
-WriteValue find_write_value() {
+template <typename Function>
+Function in_driver(const char* name) {
     void* found = nullptr;
     cudaDriverEntryPointQueryResult result{};
-    check_cuda(cudaGetDriverEntryPointByVersion("cuStreamWriteValue64", &found, kCudaVersion,
-                                                cudaEnableDefault, &result),
-               "cuStreamWriteValue64");
-    if (found == nullptr) throw std::runtime_error("the driver has no cuStreamWriteValue64");
-    return reinterpret_cast<WriteValue>(found);
+    check_cuda(
+        cudaGetDriverEntryPointByVersion(name, &found, kCudaVersion, cudaEnableDefault, &result),
+        name);
+    if (found == nullptr) throw std::runtime_error(std::string("the driver has no ") + name);
+    return reinterpret_cast<Function>(found);
+}
+
+// CUDA numbers devices as the driver does.
+bool can_raise_flags(int device) {
+    static const auto get_attribute = in_driver<GetAttribute>("cuDeviceGetAttribute");
+    int can = 0;
+    return get_attribute(&can, CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, device) ==
+               CUDA_SUCCESS &&
+           can != 0;
 }
 
 // Behind all that was copied on the stream before, for everybody to see.
 void raise_flag(uint64_t* at, uint64_t flag, cudaStream_t stream) {
-    static const WriteValue write_value = find_write_value();
+    static const auto write_value = in_driver<WriteValue>("cuStreamWriteValue64");
     if (write_value(stream, reinterpret_cast<CUdeviceptr>(at), flag, 0) != CUDA_SUCCESS) {
         throw std::runtime_error("the flag behind published rows could not be queued");
     }
@@ -38,7 +50,7 @@ void raise_flag(uint64_t* at, uint64_t flag, cudaStream_t stream) {
 
 }  // namespace
 
-CopyEngine::CopyEngine() {
+CopyEngine::CopyEngine(int device) : can_raise_flags_(can_raise_flags(device)) {
     check_cuda(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "stream of copies");
     check_cuda(cudaEventCreateWithFlags(&before_, cudaEventDisableTiming), "event of copies");
 }
@@ -48,8 +60,8 @@ CopyEngine::~CopyEngine() {
     cudaStreamDestroy(own_);
 }
 
-bool CopyEngine::can_copy(int64_t stride, int row_bytes) {
-    return stride >= row_bytes && stride <= std::numeric_limits<int>::max();
+bool CopyEngine::can_copy(int64_t stride, int row_bytes) const {
+    return can_raise_flags_ && stride >= row_bytes && stride <= std::numeric_limits<int>::max();
 }
 
 kernels::CopySteps CopyEngine::copy(const Rows& from, const Rows& to, int row_bytes, int count,

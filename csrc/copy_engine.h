@@ -10,7 +10,7 @@ namespace hybrid_ep {
 
 class CopyEngine {
   public:
-    CopyEngine();
+    explicit CopyEngine(int device);  // which is the current one
     ~CopyEngine();
     CopyEngine(const CopyEngine&) = delete;
     CopyEngine& operator=(const CopyEngine&) = delete;
@@ -20,8 +20,9 @@ class CopyEngine {
         char* at;
         int64_t stride;
     };
-    // Whether it can read such rows.
-    static bool can_copy(int64_t stride, int row_bytes);
+    // Whether it can read such rows. Never where the driver cannot raise flags between the copies
+    // of a stream, as on some virtual GPUs.
+    bool can_copy(int64_t stride, int row_bytes) const;
 
     // Copies `count` rows once the work that is on `stream` by now is done; flags[i] becomes `flag`
     // behind step i. Behind the last one `from` is not read any more.
@@ -29,6 +30,7 @@ class CopyEngine {
                             uint64_t* flags, uint64_t flag, cudaStream_t stream);
 
   private:
+    bool can_raise_flags_;
     cudaStream_t own_ = nullptr;
     cudaEvent_t before_ = nullptr;
 };

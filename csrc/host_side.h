@@ -55,6 +55,22 @@ inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& cont
     return p;
 }
 
+inline kernels::Tokens tokens_of(const Sent& sent) {
+    return {at<char>(sent.x),   at<char>(sent.scales), at<float>(sent.weights), sent.x_stride,
+            sent.scales_stride, sent.weights_stride,   sent.num_tokens};
+}
+
+inline kernels::ExpertRows rows_of(const Received& received) {
+    return {at<char>(received.rows), at<char>(received.row_scales), at<float>(received.row_weights),
+            received.num_rows};
+}
+
+inline kernels::CombineIo io_of(const Summed& summed) {
+    return {kernels::SumType(summed.type), summed.row_bytes,         at<char>(summed.rows),
+            at<float>(summed.weights),     at<float>(summed.values), at<char>(summed.y),
+            at<float>(summed.home_values), summed.num_tokens};
+}
+
 inline layout::RecordLayout record_of(const Sent& sent, int topk) {
     return {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * topk : 0};
 }

@@ -83,13 +83,7 @@ void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     kernels::FillOutboxParams& p = fill_;
     p.context = context_;
     p.record = record_of(sent, config_.topk);
-    p.x = at<char>(sent.x);
-    p.scales = at<char>(sent.scales);
-    p.weights = at<float>(sent.weights);
-    p.x_stride = sent.x_stride;
-    p.scales_stride = sent.scales_stride;
-    p.weights_stride = sent.weights_stride;
-    p.num_tokens = sent.num_tokens;
+    p.tokens = tokens_of(sent);
     p.num_blocks = config_.num_sms_publish;
     p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
     p.ring = layout::move_warp_ring(p.slices, p.record);
@@ -109,10 +103,7 @@ void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     kernels::RelayRowsParams p{};
     p.context = context_;
     p.record = fill_.record;
-    p.rows = at<char>(received.rows);
-    p.scales = at<char>(received.row_scales);
-    p.weights = at<float>(received.row_weights);
-    p.num_rows = received.num_rows;
+    p.rows = rows_of(received);
     p.num_fill_blocks = fill_.num_blocks;
     p.num_send_blocks = config_.num_sms_send;
     p.num_pull_blocks = config_.num_sms_dispatch - config_.num_sms_send;
@@ -137,14 +128,7 @@ void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelaySumsParams p{};
     p.context = context_;
-    p.type = kernels::SumType(summed.type);
-    p.row_bytes = summed.row_bytes;
-    p.rows = at<char>(summed.rows);
-    p.weights = at<float>(summed.weights);
-    p.values = at<float>(summed.values);
-    p.y = at<char>(summed.y);
-    p.home_values = at<float>(summed.home_values);
-    p.num_tokens = summed.num_tokens;
+    p.io = io_of(summed);
     // pushing reads every row of the experts, the other roles only sums of them
     p.num_forward_blocks = p.num_home_blocks = std::max(1, config_.num_sms_combine / 4);
     p.num_push_blocks = config_.num_sms_combine - p.num_forward_blocks - p.num_home_blocks;

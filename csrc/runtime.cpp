@@ -31,7 +31,7 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
 
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
     calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
-    engine_ = std::make_unique<CopyEngine>();
+    engine_ = std::make_unique<CopyEngine>(config.device);
 }
 
 Runtime::~Runtime() { destroy(); }
@@ -80,7 +80,7 @@ bool Runtime::engine_may_publish(const Sent& sent, cudaStream_t stream) {
     was_captured_ = was_captured_ || capture != cudaStreamCaptureStatusNone;
     return !was_captured_ && config_.num_ranks > 1 && config_.num_sms_dispatch <= kEngineMostSms &&
            sent.num_tokens >= kEngineLeastTokens &&
-           CopyEngine::can_copy(sent.x_stride, sent.row_bytes);
+           engine_->can_copy(sent.x_stride, sent.row_bytes);
 }
 
 kernels::CopySteps Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
@@ -98,13 +98,7 @@ void Runtime::begin_dispatch(const Sent& sent) {
     p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
     p.context = context();
     p.record = record_of(sent, config_.topk);
-    p.x = at<char>(sent.x);
-    p.scales = at<char>(sent.scales);
-    p.weights = at<float>(sent.weights);
-    p.x_stride = sent.x_stride;
-    p.scales_stride = sent.scales_stride;
-    p.weights_stride = sent.weights_stride;
-    p.num_tokens = sent.num_tokens;
+    p.tokens = tokens_of(sent);
     p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
     p.ring = layout::move_ring(p.slices, p.record);
     p.words = at<int32_t>(sent.words);
@@ -114,10 +108,7 @@ void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
     kernels::DispatchParams& p = dispatch_;
     p.pulls = true;
     p.num_blocks = config_.num_sms_dispatch;
-    p.rows = at<char>(received.rows);
-    p.row_weights = at<float>(received.row_weights);
-    p.row_scales = at<char>(received.row_scales);
-    p.num_rows = received.num_rows;
+    p.rows = rows_of(received);
     kernels::launch_dispatch(p, stream);
     ++num_dispatches_;
 }
@@ -147,7 +138,7 @@ void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     dispatch_.behind_routing = false;
     dispatch_.first_parcel = dispatch_.end_parcel;
-    dispatch_.end_parcel = layout::ceil_div(dispatch_.num_tokens, layout::kParcelTokens);
+    dispatch_.end_parcel = layout::ceil_div(dispatch_.tokens.count, layout::kParcelTokens);
     end_dispatch(received, to_stream(stream));
 }
 
@@ -172,14 +163,7 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::CombineParams p{};
     p.context = context();
-    p.type = kernels::SumType(summed.type);
-    p.row_bytes = summed.row_bytes;
-    p.rows = at<char>(summed.rows);
-    p.weights = at<float>(summed.weights);
-    p.values = at<float>(summed.values);
-    p.y = at<char>(summed.y);
-    p.home_values = at<float>(summed.home_values);
-    p.num_tokens = summed.num_tokens;
+    p.io = io_of(summed);
     p.num_blocks = config_.num_sms_combine;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);

@@ -65,7 +65,7 @@ enum class Span : uint16_t {
 struct TraceEvent {
     uint64_t begin_ns, end_ns;  // of the GPU's global timer
     uint32_t epoch;
-    uint16_t block, span;
+    uint16_t block, span, sm;
 };
 
 // In device memory; null where nobody asked for it.

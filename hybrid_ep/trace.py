@@ -40,6 +40,7 @@ class Event(NamedTuple):
     call: int
     begin_ns: int
     end_ns: int
+    sm: int
 
 
 class PhaseTimes(NamedTuple):
@@ -49,10 +50,12 @@ class PhaseTimes(NamedTuple):
         kernels: from the first block's first stamp to the last one's last.
         phases: by name: from the first block's begin to the last one's end; of a wait, the whole
             time of the block that waited longest.
+        sms: how many SMs any of its blocks ran on.
     """
 
     kernels: float
     phases: dict[str, float]
+    sms: int
 
 
 def phase_times(events: Iterable[Event]) -> PhaseTimes:
@@ -72,7 +75,8 @@ def phase_times(events: Iterable[Event]) -> PhaseTimes:
         name = SPANS[span][1]
         longest = _longest_wait if name.startswith("wait") else _extent
         phases[name] = longest(by_span[span])
-    return PhaseTimes(_extent([e for each in by_span.values() for e in each]), phases)
+    together = [event for each in by_span.values() for event in each]
+    return PhaseTimes(_extent(together), phases, len({event.sm for event in together}))
 
 
 def _extent(events: list[Event]) -> float:
@@ -175,7 +179,7 @@ def chrome_trace(events_of_ranks: list[list[Event]]) -> dict[str, Any]:
                     "tid": event.block * num_rows + row,
                     "ts": (event.begin_ns - offset - begin) / 1e3,  # microseconds
                     "dur": (event.end_ns - event.begin_ns) / 1e3,
-                    "args": {"call": event.call, "block": event.block},
+                    "args": {"call": event.call, "block": event.block, "sm": event.sm},
                 }
             )
     return {"traceEvents": trace, "displayTimeUnit": "ns"}

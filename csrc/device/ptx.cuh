@@ -158,4 +158,11 @@ __device__ __forceinline__ uint64_t global_timer_ns() {
     return v;
 }
 
+// Which SM this is.
+__device__ __forceinline__ uint32_t sm_id() {
+    uint32_t v;
+    asm volatile("mov.u32 %0, %smid;" : "=r"(v));
+    return v;
+}
+
 }  // namespace hybrid_ep::ptx

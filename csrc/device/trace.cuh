@@ -11,7 +11,9 @@ __device__ inline void note(const Trace& trace, Span span, uint64_t epoch, uint6
     if (trace.events == nullptr) return;
     const uint32_t at = atomicAdd(trace.count, 1u);
     if (at >= Trace::kCapacity) return;
-    trace.events[at] = {begin_ns, end_ns, uint32_t(epoch), uint16_t(blockIdx.x), uint16_t(span)};
+    trace.events[at] = {begin_ns,        end_ns,
+                        uint32_t(epoch), uint16_t(blockIdx.x),
+                        uint16_t(span),  uint16_t(ptx::sm_id())};
 }
 
 // What a block does from here on.

@@ -54,7 +54,7 @@ struct Smem {
 static_assert(sizeof(Smem) <= layout::kStaticSmemBytes);
 
 __host__ __device__ uint32_t signature(const CombineParams& p) {
-    return layout::RecordLayout{p.row_bytes, 0, p.values != nullptr ? 4 : 0}.signature();
+    return layout::RecordLayout{p.io.row_bytes, 0, p.io.values != nullptr ? 4 : 0}.signature();
 }
 
 // Lists sums as jobs, a lane each, with their rows and weights, for the rings in turn; the values
@@ -99,7 +99,7 @@ class Walker {
         char* home = p_.context.peers.base[mine.source];
         send_values(copy, mine.rows, home);
         Job& job = begin_job(at);
-        job.sum.to = home + buffer_.inbox_row(copy.token, copy.inbox_slot, p_.row_bytes);
+        job.sum.to = home + buffer_.inbox_row(copy.token, copy.inbox_slot, p_.io.row_bytes);
         job.sum.flag = flag_in(home, copy.token, copy.inbox_slot);
         job.sum.num_sums = 0;
         list_rows(job, copy.num_rows, mine.rows);
@@ -107,7 +107,7 @@ class Walker {
     }
 
     __device__ void add_at_home() {
-        Takes takes(&p_.context.watch.state->tokens_taken, p_.num_tokens, gridDim.x, kRings,
+        Takes takes(&p_.context.watch.state->tokens_taken, p_.io.num_tokens, gridDim.x, kRings,
                     kMostTaken);
         int first, count;
         while (takes.take(first, count)) {
@@ -118,7 +118,7 @@ class Walker {
             const bool mine = lane_id() < count;
             if (mine) list_home(token, own >= 0, copy, num_jobs_ + lane_id());
             if (!await_sums(mine, token)) return;
-            if (mine && p_.values != nullptr) take_values(token);
+            if (mine && p_.io.values != nullptr) take_values(token);
             if (mine) end_job(num_jobs_ + lane_id());
             num_jobs_ += count;
             __syncwarp();
@@ -149,11 +149,11 @@ class Walker {
         const int32_t* rows = handle_.rows + copy.first_row;
         send_values(copy, rows, p_.context.mine());
         Job& job = begin_job(at);
-        job.sum.to = p_.y + token * p_.row_bytes;
+        job.sum.to = p_.io.y + token * p_.io.row_bytes;
         job.sum.flag = nullptr;
         job.sum.num_sums = handle_.num_others[token];
         job.sum.place_of_own = has_own ? copy.inbox_slot : -1;
-        job.inbox = p_.context.mine() + buffer_.inbox_row(token, 0, p_.row_bytes);
+        job.inbox = p_.context.mine() + buffer_.inbox_row(token, 0, p_.io.row_bytes);
         list_rows(job, copy.num_rows, rows);
     }
 
@@ -161,18 +161,18 @@ class Walker {
         job.sum.num_rows = num_rows;
 #pragma unroll 8
         for (int i = 0; i < num_rows; ++i) job.row[i] = __ldg(&rows[i]);
-        if (p_.weights == nullptr) return;
+        if (p_.io.weights == nullptr) return;
 #pragma unroll 8
-        for (int i = 0; i < num_rows; ++i) job.weight[i] = __ldg(&p_.weights[job.row[i]]);
+        for (int i = 0; i < num_rows; ++i) job.weight[i] = __ldg(&p_.io.weights[job.row[i]]);
     }
 
     // To the places of the copy's experts; dropped rows have the value 0.
     __device__ void send_values(const layout::Copy& copy, const int32_t* rows, char* home) const {
-        if (p_.values == nullptr) return;
+        if (p_.io.values == nullptr) return;
         auto* values = reinterpret_cast<float*>(home + buffer_.values_of(copy.token));
 #pragma unroll 8
         for (int i = 0; i < copy.num_places; ++i) {
-            values[copy.first_place + i] = i < copy.num_rows ? __ldg(&p_.values[rows[i]]) : 0.f;
+            values[copy.first_place + i] = i < copy.num_rows ? __ldg(&p_.io.values[rows[i]]) : 0.f;
         }
     }
 
@@ -181,7 +181,7 @@ class Walker {
         auto* values = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
         for (int slot = 0; slot < buffer_.topk; ++slot) {
             const int place = handle_.places[token * buffer_.topk + slot];
-            p_.home_values[token * buffer_.topk + slot] = place >= 0 ? values[place] : 0.f;
+            p_.io.home_values[token * buffer_.topk + slot] = place >= 0 ? values[place] : 0.f;
         }
     }
 
@@ -217,10 +217,10 @@ struct Jobs {
         if (sum.to == nullptr) return false;
         const int lane = lane_id();
         if (lane < sum.num_rows) {
-            term = p.rows + int64_t(job.row[lane]) * p.row_bytes;
+            term = p.io.rows + int64_t(job.row[lane]) * p.io.row_bytes;
             weight = job.weight[lane];
         } else {
-            term = job.inbox + int64_t(lane - sum.num_rows) * p.row_bytes;
+            term = job.inbox + int64_t(lane - sum.num_rows) * p.io.row_bytes;
             weight = 1.f;
         }
         __syncwarp();
@@ -255,7 +255,7 @@ __device__ __forceinline__ void play(int role, const CombineParams& p, char* dyn
     RingSmem& mine = smem.ring[ring];
     if (of_ring == kLoader) {
         Jobs jobs{p, mine};
-        load_terms(jobs, slots, mine.sums, p.slices, p.row_bytes);
+        load_terms(jobs, slots, mine.sums, p.slices, p.io.row_bytes);
     } else if (of_ring == kHerald) {
         announce(p, mine, epoch);
     } else {
@@ -315,8 +315,8 @@ Kernel pick(SumType type) {
 }  // namespace
 
 void launch_combine(const CombineParams& p, cudaStream_t stream) {
-    launch(p.weights != nullptr ? pick<true>(p.type) : pick<false>(p.type), p, p.num_blocks,
-           kThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
+    launch(p.io.weights != nullptr ? pick<true>(p.io.type) : pick<false>(p.io.type), p,
+           p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -12,6 +12,7 @@
 // The two may also be two launches, with the host's wait for the number of rows between them.
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
+#include "kernels/padding.cuh"
 #include "kernels/publish.cuh"
 #include "kernels/pull.cuh"
 
@@ -67,34 +68,12 @@ __device__ void await_arrivals(const DispatchParams& p, PullSmem& smem, uint64_t
 
 // ---- padding
 
-__device__ void zero_row(const DispatchParams& p, int64_t row) {
-    auto* to = reinterpret_cast<uint4*>(p.rows + row * p.record.row_bytes);
-    for (int i = lane_id(); i < p.record.row_bytes / 16; i += kWarp) to[i] = uint4{};
-    char* scales = p.row_scales + row * p.record.scale_bytes;
-    for (int i = lane_id(); i < p.record.scale_bytes; i += kWarp) scales[i] = 0;
-    if (lane_id() == 0 && p.record.weight_bytes > 0) p.row_weights[row] = 0.f;
-}
-
-// The end of each expert's group, and the tail after the last. A lane looks up an expert.
-__device__ void zero_padding(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
-                             uint64_t epoch) {
+__device__ void sweep(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
+                      uint64_t epoch) {
     if (!handle.header[layout::HandleLayout::kMayHavePadding]) return;
     const Stopwatch zeroing(p.context.trace);
-    const int experts = p.context.buffer.num_local_experts;
-    const int first = blockIdx.x * kSweepers + sweeper, step = gridDim.x * kSweepers;
-    for (int base = 0; base <= experts; base += kWarp) {
-        const int e = base + lane_id();
-        int begin = 0, end = 0;
-        if (e <= experts) begin = handle.offsets[e] + (e < experts ? handle.counts[e] : 0);
-        if (e <= experts) end = e < experts ? handle.offsets[e + 1] : int(p.num_rows);
-        for (uint32_t left = __ballot_sync(kAllLanes, begin < end); left != 0; left &= left - 1) {
-            const int lane = __ffs(left) - 1;
-            const int last = __shfl_sync(kAllLanes, end, lane);
-            for (int row = __shfl_sync(kAllLanes, begin, lane) + first; row < last; row += step) {
-                zero_row(p, row);
-            }
-        }
-    }
+    zero_padding(p.rows, p.record, handle, p.context.buffer.num_local_experts,
+                 blockIdx.x * kSweepers + sweeper, gridDim.x * kSweepers);
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
@@ -137,7 +116,7 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p,
     } else if (role == kSpreader) {
         spread_trailers(p, slots, smem.pull);
     } else {
-        zero_padding(p, handle, role - kFirstSweeper, epoch);
+        sweep(p, handle, role - kFirstSweeper, epoch);
         if (is_first_sweeper) await_arrivals(p, smem.pull, epoch);
     }
 }

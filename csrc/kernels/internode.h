@@ -49,10 +49,8 @@ void launch_keep_routing(const KeepRoutingParams& p, cudaStream_t stream);
 struct FillOutboxParams {
     NodeContext context;
     layout::RecordLayout record;
-    const char *x, *scales;
-    const float* weights;
-    int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
-    int num_tokens, num_blocks;
+    Tokens tokens;
+    int num_blocks;
     layout::SliceLayout slices;
     layout::WarpRingShape ring;
     int32_t* words;
@@ -62,9 +60,7 @@ void launch_fill_outbox(const FillOutboxParams& p, cudaStream_t stream);
 struct RelayRowsParams {
     NodeContext context;
     layout::RecordLayout record;
-    char *rows, *scales;
-    float* weights;
-    int64_t num_rows;
+    ExpertRows rows;
     int num_fill_blocks, num_send_blocks, num_pull_blocks;
     layout::SliceLayout slices;
     layout::WarpRingShape ring;
@@ -73,14 +69,7 @@ struct RelayRowsParams {
 
 struct RelaySumsParams {
     NodeContext context;
-    SumType type;
-    int row_bytes;
-    const char* rows;      // [M, row_bytes]
-    const float* weights;  // [M] or null
-    const float* values;   // [M] or null
-    char* y;               // [T, row_bytes]
-    float* home_values;    // [T, topk] or null
-    int num_tokens;
+    CombineIo io;
     int num_push_blocks, num_forward_blocks, num_home_blocks;
     layout::WarpRingShape ring;
     int32_t* words;

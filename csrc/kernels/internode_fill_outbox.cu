@@ -43,13 +43,14 @@ struct FillOutbox {
     }
 
     __device__ bool load(WarpRing& ring) {
-        if (loading.token >= p.num_tokens) return false;
+        if (loading.token >= p.tokens.count) return false;
         const int slice = loading.slice, bytes = bytes_of(slice);
         ring.expect(bytes);
         if (lane_id() == 0) {
-            ptx::bulk_load(ring.load_stage(),
-                           p.x + loading.token * p.x_stride + slice * slices.slice_bytes, bytes,
-                           ring.load_barrier());
+            ptx::bulk_load(
+                ring.load_stage(),
+                p.tokens.x + loading.token * p.tokens.x_stride + slice * slices.slice_bytes, bytes,
+                ring.load_barrier());
         }
         if (slice == slices.num_slices - 1) load_trailer(ring.load_stage() + bytes);
         loading.advance(slices.num_slices, num_warps);
@@ -58,7 +59,7 @@ struct FillOutbox {
     }
 
     __device__ void load_trailer(char* trailer) const {
-        const char* scales = p.scales + loading.token * p.scales_stride;
+        const char* scales = p.tokens.scales + loading.token * p.tokens.scales_stride;
         for (int i = lane_id(); i < p.record.scale_bytes; i += kWarp) trailer[i] = scales[i];
         if (p.record.weight_bytes == 0) return;
         const int topk = p.context.relay.world.topk;
@@ -66,7 +67,7 @@ struct FillOutbox {
         float weight = 0.f;
         int place = -1;
         if (lane_id() < topk) {
-            weight = p.weights[loading.token * p.weights_stride + lane_id()];
+            weight = p.tokens.weights[loading.token * p.tokens.weights_stride + lane_id()];
             place = handle.places[loading.token * topk + lane_id()];
         }
         float sum = 0.f;

@@ -15,6 +15,7 @@
 #include "device/window.cuh"
 #include "kernels/internode_send.cuh"
 #include "kernels/launch.cuh"
+#include "kernels/padding.cuh"
 
 namespace hybrid_ep::kernels::internode {
 
@@ -71,8 +72,9 @@ struct PullChunk {
         const int num_rows = header->num_rows, offset = header->slice * p.slices.slice_bytes;
         const int bytes = min(p.slices.slice_bytes, p.record.row_bytes - offset);
         if (lane_id() < num_rows) {
-            ptx::bulk_store(p.rows + int64_t(header->row[lane_id()]) * p.record.row_bytes + offset,
-                            stage, bytes);
+            ptx::bulk_store(
+                p.rows.x + int64_t(header->row[lane_id()]) * p.record.row_bytes + offset, stage,
+                bytes);
         }
         if (header->slice == p.slices.num_slices - 1) store_trailer(*header, stage + bytes);
     }
@@ -82,11 +84,11 @@ struct PullChunk {
         if (p.record.weight_bytes > 0 && lane < header.num_rows) {
             auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
                                                            p.record.scales_offset());
-            p.weights[header.row[lane]] = weights[header.first_place + lane];
+            p.rows.weights[header.row[lane]] = weights[header.first_place + lane];
         }
         const int scale_bytes = p.record.scale_bytes;
         for (int i = 0; i < header.num_rows && scale_bytes > 0; ++i) {
-            char* to = p.scales + int64_t(header.row[i]) * scale_bytes;
+            char* to = p.rows.scales + int64_t(header.row[i]) * scale_bytes;
             for (int b = lane; b < scale_bytes; b += kWarp) to[b] = trailer[b];
         }
     }
@@ -138,32 +140,13 @@ __device__ inline bool pull_chunk(const RelayRowsParams& p, WarpRing& ring, int 
     return true;
 }
 
-__device__ inline void zero_row(const RelayRowsParams& p, int64_t row) {
-    auto* to = reinterpret_cast<uint4*>(p.rows + row * p.record.row_bytes);
-    for (int i = lane_id(); i < p.record.row_bytes / 16; i += kWarp) to[i] = uint4{};
-    char* scales = p.scales + row * p.record.scale_bytes;
-    for (int i = lane_id(); i < p.record.scale_bytes; i += kWarp) scales[i] = 0;
-    if (lane_id() == 0 && p.record.weight_bytes > 0) p.weights[row] = 0.f;
-}
-
-// The end of each expert's group, and the tail after the last.
-__device__ inline void zero_padding(const RelayRowsParams& p, const layout::HandleView& handle,
-                                    int warp, int num_warps) {
-    const int experts = p.context.relay.world.num_local_experts;
-    for (int e = 0; e <= experts; ++e) {
-        int64_t begin = handle.offsets[e] + (e < experts ? handle.counts[e] : 0);
-        int64_t end = e < experts ? handle.offsets[e + 1] : p.num_rows;
-        for (int64_t row = begin + warp; row < end; row += num_warps) zero_row(p, row);
-    }
-}
-
 __device__ inline void pull_chunks(const RelayRowsParams& p, char* smem, uint64_t call) {
     const NodeContext& c = p.context;
     const int warp = warp_of_role(blockIdx.x - p.num_send_blocks, p.num_pull_blocks),
               num_warps = p.num_pull_blocks * warps_per_block();
     const layout::HandleView handle(p.words, c.world.handle);
     if (handle.header[layout::HandleLayout::kMayHavePadding]) {
-        zero_padding(p, handle, warp, num_warps);
+        zero_padding(p.rows, p.record, handle, c.relay.world.num_local_experts, warp, num_warps);
     }
     const Stopwatch waiting(c.world.trace);
     if (!await_node(p, call)) return;

@@ -28,7 +28,7 @@ struct SumsCall {
     uint64_t call;
 
     __device__ layout::RecordLayout record() const {
-        return {p.row_bytes, 0, p.values != nullptr ? c.relay.world.topk * 4 : 0};
+        return {p.io.row_bytes, 0, p.io.values != nullptr ? c.relay.world.topk * 4 : 0};
     }
     __device__ int num_chunks() const { return c.relay.num_chunks; }
     __device__ int first_token(int chunk) const { return chunk * c.relay.chunk_tokens; }
@@ -60,12 +60,12 @@ struct PushWalk {
         const int token = copy.token - first_token;
         const bool has_row = lane_id() < copy.num_rows;
         job.num_rows = copy.num_rows;
-        job.row = s.p.rows + int64_t(row) * s.p.row_bytes;
-        job.weight = s.p.weights != nullptr && has_row ? s.p.weights[row] : 0.f;
-        job.sum = relay + l.pushed_sum(node, slot, token, s.c.local_rank, s.p.row_bytes);
-        if (s.p.values != nullptr && lane_id() < copy.num_places) {
+        job.row = s.p.io.rows + int64_t(row) * s.p.io.row_bytes;
+        job.weight = s.p.io.weights != nullptr && has_row ? s.p.io.weights[row] : 0.f;
+        job.sum = relay + l.pushed_sum(node, slot, token, s.c.local_rank, s.p.io.row_bytes);
+        if (s.p.io.values != nullptr && lane_id() < copy.num_places) {
             auto* values = reinterpret_cast<float*>(relay + l.pushed_values(node, slot, token));
-            values[copy.first_place + lane_id()] = has_row ? s.p.values[row] : 0.f;
+            values[copy.first_place + lane_id()] = has_row ? s.p.io.values[row] : 0.f;
         }
         return true;
     }
@@ -87,10 +87,10 @@ __device__ bool push_chunk(const SumsCall& s, WarpRing& ring, int home, int chun
     const int first = s.first_token(chunk);
     WarpSums<T, PushWalk> role{{s, ChunkCopies(handle, home, first, c.relay.chunk_tokens),
                                 c.peers.base[peer], node, turn.slot, first},
-                               s.p.row_bytes,
+                               s.p.io.row_bytes,
                                s.p.ring.stage_bytes,
                                ring.header_offset(),
-                               s.p.weights != nullptr};
+                               s.p.io.weights != nullptr};
     ring.run(role);
     mark_slot(c.peer_flag(peer, c.relay.flag(Slot::kPushed, node, turn.slot, c.local_rank)), turn,
               s.record().signature());
@@ -114,7 +114,7 @@ struct ForwardWalk {
         const uint32_t ranks = __shfl_sync(0xFFFFFFFFu, readers, token);
         job.num_rows = __popc(ranks);
         const int rank = lane_id() < job.num_rows ? nth_bit(ranks, lane_id()) : 0;
-        job.row = s.c.at(l.pushed_sum(node, slot, token, rank, s.p.row_bytes));
+        job.row = s.c.at(l.pushed_sum(node, slot, token, rank, s.p.io.row_bytes));
         job.sum = sums + int64_t(token) * l.sum_record_bytes;
         return true;
     }
@@ -140,7 +140,7 @@ __device__ inline bool await_forward(const SumsCall& s, int node, const Turn& tu
 __device__ inline void forward_values(const SumsCall& s, char* sums, int node, int slot,
                                       uint32_t tokens) {
     const auto& l = s.c.relay;
-    for (; s.p.values != nullptr && tokens != 0; tokens &= tokens - 1) {
+    for (; s.p.io.values != nullptr && tokens != 0; tokens &= tokens - 1) {
         const int token = __ffs(tokens) - 1;
         auto* from = reinterpret_cast<const float*>(s.c.at(l.pushed_values(node, slot, token)));
         auto* to = reinterpret_cast<float*>(sums + int64_t(token) * l.sum_record_bytes +
@@ -167,7 +167,7 @@ __device__ bool forward_chunk(const SumsCall& s, const Network& network, WarpRin
     char* sums = c.at(to_me ? c.relay.home_sum(node, turn.slot, 0)
                             : c.relay.outgoing_sum(node, turn.slot, 0));
     WarpSums<T, ForwardWalk> role{{s, sums, node, turn.slot, readers, tokens},
-                                  s.p.row_bytes,
+                                  s.p.io.row_bytes,
                                   s.p.ring.stage_bytes,
                                   ring.header_offset(),
                                   false};
@@ -221,8 +221,8 @@ struct HomeWalk {
         const int speaker = lane < job.num_rows ? nth_bit(firsts, lane) : 0;
         const int of_node = __shfl_sync(0xFFFFFFFFu, node, speaker);
         job.row = s.c.at(l.home_sum(max(of_node, 0), slot, token));
-        job.sum = s.p.y + mine * s.p.row_bytes;
-        if (s.p.values != nullptr) take_values(mine, node);
+        job.sum = s.p.io.y + mine * s.p.io.row_bytes;
+        if (s.p.io.values != nullptr) take_values(mine, node);
         ++token;
         return true;
     }
@@ -238,7 +238,7 @@ struct HomeWalk {
         }
         const int place = lane < topk ? handle.places[mine * topk + lane] : -1;
         const float of_place = __shfl_sync(0xFFFFFFFFu, value, max(place, 0));
-        if (lane < topk) s.p.home_values[mine * topk + lane] = place >= 0 ? of_place : 0.f;
+        if (lane < topk) s.p.io.home_values[mine * topk + lane] = place >= 0 ? of_place : 0.f;
     }
 };
 
@@ -255,8 +255,8 @@ __device__ bool sum_chunk(const SumsCall& s, const Network& network, WarpRing& r
     const int first = s.first_token(chunk);
     const layout::HandleView handle(s.p.words, c.world.handle);
     WarpSums<T, HomeWalk> role{
-        {s, handle, first, turn.slot, min(c.relay.chunk_tokens, s.p.num_tokens - first)},
-        s.p.row_bytes,
+        {s, handle, first, turn.slot, min(c.relay.chunk_tokens, s.p.io.num_tokens - first)},
+        s.p.io.row_bytes,
         s.p.ring.stage_bytes,
         ring.header_offset(),
         false};
@@ -335,9 +335,9 @@ __global__ void __launch_bounds__(layout::WarpRingShape::kSumWarps* kWarp, 1)
 
 template <typename Network>
 void launch_relay_sums(const RelaySumsParams& p, cudaStream_t stream) {
-    auto* kernel = p.type == SumType::kBf16   ? relay_sums<__nv_bfloat16, Network>
-                   : p.type == SumType::kFp16 ? relay_sums<__half, Network>
-                                              : relay_sums<float, Network>;
+    auto* kernel = p.io.type == SumType::kBf16   ? relay_sums<__nv_bfloat16, Network>
+                   : p.io.type == SumType::kFp16 ? relay_sums<__half, Network>
+                                                 : relay_sums<float, Network>;
     launch(kernel, p, p.num_push_blocks + p.num_forward_blocks + p.num_home_blocks,
            p.ring.num_warps * kWarp, p.ring.smem_bytes(), stream);
 }

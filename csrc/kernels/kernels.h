@@ -48,6 +48,21 @@ struct AssignRowsParams {
 };
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
 
+// What a dispatch sends: a row for each token, scales and weights if they are not null.
+struct Tokens {
+    const char *x, *scales;                           // [T, row_bytes], [T, scale_bytes]
+    const float* weights;                             // [T, topk]
+    int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
+    int count;
+};
+
+// What it brings: a row for each copy of a token and expert, and padding.
+struct ExpertRows {
+    char *x, *scales;  // [M, row_bytes], [M, scale_bytes]
+    float* weights;    // [M]
+    int64_t count;
+};
+
 // How the copy engine publishes rows: those before token end[i] are in the outbox once flag i of
 // DeviceState::rows_copied is that of the call. No steps: SMs publish.
 struct CopySteps {
@@ -65,13 +80,8 @@ struct DispatchParams {
     bool pulls;
     CopySteps copied;
     bool behind_routing;  // the kernel before is assign_rows, of the same call
-    const char *x, *scales;
-    const float* weights;
-    int64_t x_stride, scales_stride, weights_stride;  // bytes, bytes, elements
-    int num_tokens;
-    char *rows, *row_scales;  // [M, row_bytes], [M, scale_bytes]
-    float* row_weights;       // [M]
-    int64_t num_rows;
+    Tokens tokens;
+    ExpertRows rows;
     int num_blocks;
     layout::SliceLayout slices;
     layout::RingShape ring;
@@ -81,8 +91,8 @@ void launch_dispatch(const DispatchParams& p, cudaStream_t stream);
 
 enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
-struct CombineParams {
-    Context context;
+// What a combine reads and what it writes.
+struct CombineIo {
     SumType type;
     int row_bytes;
     const char* rows;      // [M, row_bytes]
@@ -91,6 +101,11 @@ struct CombineParams {
     char* y;               // [T, row_bytes]
     float* home_values;    // [T, topk] or null, as values
     int num_tokens;
+};
+
+struct CombineParams {
+    Context context;
+    CombineIo io;
     int num_blocks;
     layout::SliceLayout slices;
     layout::RingShape ring;  // of layout::kSumRings

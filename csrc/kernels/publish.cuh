@@ -60,13 +60,13 @@ __device__ void write_rows(const DispatchParams& p, const layout::HandleView& ha
                            int num_writers, int parcel, uint64_t epoch) {
     const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
     const bool travels =
-        lane_id() < kParcelTokens && token < p.num_tokens && __ldg(&handle.num_others[token]) > 0;
+        lane_id() < kParcelTokens && token < p.tokens.count && __ldg(&handle.num_others[token]) > 0;
     uint32_t left = __ballot_sync(kAllLanes, travels);
     for (int turn = 0; left != 0; ++turn, left &= left - 1) {
         if (turn % num_writers != writer) continue;
         const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
         copy_row(p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, mine),
-                 p.x + mine * p.x_stride, p.record.row_bytes);
+                 p.tokens.x + mine * p.tokens.x_stride, p.record.row_bytes);
     }
 }
 
@@ -75,17 +75,17 @@ __device__ void write_rows(const DispatchParams& p, const layout::HandleView& ha
 __device__ void write_trailers(const DispatchParams& p, const layout::HandleView& handle,
                                int writer, int num_writers, int parcel, uint64_t epoch) {
     const int64_t first = int64_t(parcel) * kParcelTokens;
-    const int count = int(min(int64_t(kParcelTokens), p.num_tokens - first));
+    const int count = int(min(int64_t(kParcelTokens), p.tokens.count - first));
     const int64_t record_bytes = p.context.buffer.record_bytes;
     char* trailers = p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, first) +
                      p.record.scales_offset();
 
-    const bool wide = p.record.scale_bytes % 4 == 0 && p.scales_stride % 4 == 0;
+    const bool wide = p.record.scale_bytes % 4 == 0 && p.tokens.scales_stride % 4 == 0;
     const int step = wide ? 4 : 1, units = p.record.scale_bytes / step;
 #pragma unroll 4
     for (int i = writer * kWarp + lane_id(); i < count * units; i += num_writers * kWarp) {
         const int in_parcel = i / units, at = (i - in_parcel * units) * step;
-        const char* from = p.scales + (first + in_parcel) * p.scales_stride + at;
+        const char* from = p.tokens.scales + (first + in_parcel) * p.tokens.scales_stride + at;
         char* to = trailers + in_parcel * record_bytes + at;
         if (wide) {
             *reinterpret_cast<int*>(to) = __ldg(reinterpret_cast<const int*>(from));
@@ -101,7 +101,8 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
         const int in_parcel = base + group;
         const int64_t token = first + in_parcel;
         const bool active = group < per_step && in_parcel < count;
-        const float weight = active ? __ldg(&p.weights[token * p.weights_stride + slot]) : 0.f;
+        const float weight =
+            active ? __ldg(&p.tokens.weights[token * p.tokens.weights_stride + slot]) : 0.f;
         const int place = active ? handle.places[token * topk + slot] : -1;
         float sum = 0.f;
         for (int j = 0; j < topk; ++j) {

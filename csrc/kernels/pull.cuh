@@ -98,7 +98,7 @@ class Walker {
         const char* record =
             p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
         Job& job = begin_job(at);
-        job.from = (from_x ? p_.x + copy.token * p_.x_stride : record) + offset;
+        job.from = (from_x ? p_.tokens.x + copy.token * p_.tokens.x_stride : record) + offset;
         job.trailer = from_x ? record + p_.record.row_bytes : nullptr;
         job.offset = offset;
         job.bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
@@ -153,7 +153,7 @@ __device__ __forceinline__ void spread_scales(const DispatchParams& p, const Job
     for (int at = lane_id(); at < count; at += kWarp) {
         const Unit unit = reinterpret_cast<const Unit*>(trailer)[at];
         for (int i = 0; i < job.num_rows; ++i) {
-            char* to = p.row_scales + int64_t(job.row[i]) * p.record.scale_bytes;
+            char* to = p.rows.scales + int64_t(job.row[i]) * p.record.scale_bytes;
             reinterpret_cast<Unit*>(to)[at] = unit;
         }
     }
@@ -163,7 +163,7 @@ __device__ void spread_trailer(const DispatchParams& p, const Job& job, const ch
     if (p.record.weight_bytes > 0 && lane_id() < job.num_rows) {
         auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
                                                        p.record.scales_offset());
-        p.row_weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
+        p.rows.weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
     }
     const int scale_bytes = p.record.scale_bytes;
     if (scale_bytes % int(sizeof(uint4)) == 0) {
@@ -185,7 +185,7 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
         smem.slots.await_filled(slot);
         const char* landed = slots.bytes(slot.at);
         if (lane_id() < job.num_rows) {
-            char* row = p.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes;
+            char* row = p.rows.x + int64_t(job.row[lane_id()]) * p.record.row_bytes;
             ptx::bulk_store_evict_first(row + job.offset, landed, job.bytes);
         }
         ptx::bulk_commit();

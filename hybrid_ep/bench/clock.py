@@ -44,6 +44,7 @@ class Call:
         bare: the all_to_all that took turns with it.
         kernels_us: its kernels alone, on the slowest rank, median; None where nothing was traced.
         phases_us: of each phase of ``hybrid_ep.trace.PhaseTimes``, likewise.
+        sms_occupied: how many SMs its kernels ran on, all of them together, likewise.
     """
 
     backend: str
@@ -63,6 +64,7 @@ class Call:
     bare: Call | None = None
     kernels_us: float | None = None
     phases_us: dict[str, float] | None = None
+    sms_occupied: float | None = None
 
 
 class Clock:

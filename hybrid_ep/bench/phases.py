@@ -1,4 +1,4 @@
-"""The kernels alone, and each phase of a call, by the time stamps that the kernels note on request.
+"""The kernels alone, their SMs, and each phase of a call, by what the kernels note on request.
 
 Stamps cost time, so they are taken of other calls than those that are timed: of a Buffer with
 ``Config(trace=True)``, a few calls of each kind, started on all ranks at once like the timed ones.
@@ -21,7 +21,7 @@ TRACED_CALLS = 5
 
 
 def add_phases(calls: Sequence[Call], buffer: Buffer, traced: Sequence[Call], clock: Clock) -> None:
-    """Fill in ``kernels_us`` and ``phases_us`` of calls: slowest rank, medians; collective.
+    """Fill in what is known of calls that are traced: slowest rank, medians; collective.
 
     Args:
         calls: those that were timed.
@@ -34,7 +34,7 @@ def add_phases(calls: Sequence[Call], buffer: Buffer, traced: Sequence[Call], cl
     dist.all_gather_object(everybody, mine)
     for call, of_ranks in zip(calls, zip(*everybody, strict=True), strict=True):
         slowest = [slowest_of(ranks) for ranks in zip(*of_ranks, strict=True)]
-        call.kernels_us, call.phases_us = median_of(slowest)
+        call.kernels_us, call.phases_us, call.sms_occupied = median_of(slowest)
 
 
 def slowest_of(ranks: Sequence[PhaseTimes]) -> PhaseTimes:
@@ -52,7 +52,9 @@ def _each(pick: Any, times: Sequence[PhaseTimes]) -> PhaseTimes:
     phases = {
         name: pick([each.phases[name] for each in times if name in each.phases]) for name in names
     }
-    return PhaseTimes(pick([each.kernels for each in times]), phases)
+    return PhaseTimes(
+        pick([each.kernels for each in times]), phases, pick([each.sms for each in times])
+    )
 
 
 def _trace(buffer: Buffer, call: Call, i: int, clock: Clock) -> PhaseTimes:

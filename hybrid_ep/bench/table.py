@@ -12,7 +12,16 @@ TEXTS = ("op", "backend", "mode", "sizing")
 SIZES = ("ranks", "T", "H", "E", "K", "dtype", "SMs")
 NUMBERS = (
     *SIZES,
-    *("us [min..max]", "ranks' us", "kernels us", "host us", "GB/s", "of ceiling", "x bare"),
+    *(
+        "us [min..max]",
+        "ranks' us",
+        "kernels us",
+        "on SMs",
+        "host us",
+        "GB/s",
+        "of ceiling",
+        "x bare",
+    ),
 )
 PHASES = (*TEXTS, *SIZES, "phases")
 GROWTH = (*TEXTS, *SIZES, "fixed us", "then GB/s", "most growth of us / of bytes")
@@ -30,6 +39,7 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     tables.print_table(title, (*TEXTS, *NUMBERS), rows, texts=len(TEXTS))
     print("ranks' us: medians of the fastest and of the slowest rank.")
     print("kernels us: from the first block to the last, by the GPU, traced in other calls.")
+    print("on SMs: how many SMs they ran on, routing's short kernels among them.")
     print("host us: how long a call among others held the host; - where it waits for the GPU.")
     print("GB/s: what the busiest rank sends or receives, own tokens not counted.")
     print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
@@ -91,6 +101,7 @@ def _row(record: dict[str, Any]) -> list[str]:
         times,
         of_ranks or "-",
         _number(record, "kernels_us", 0),
+        _number(record, "sms_occupied", 0),
         _number(record, "host_us", 0),
         _number(record, "gbps", 1),
         _number(record, "ceiling_fraction", 2),

@@ -11,14 +11,15 @@ The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, p
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
 nccl or gloo all of it in plain torch), mode, direction, sizing, max_rows (the bound: what the
 largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dtype, skew, align,
-weighted, sms (of publish, pull and the sums alike; routing's two short kernels have grids of their
-own), us_median, us_min, us_max (of the slowest rank in each iteration), us_fastest_rank (median of
-the fastest rank), rank_spread_us (medians of the fastest and of the slowest rank), host_us (of a
-call among others, where the host does not wait) and host_us_after_idle (of the timed calls),
-kernels_us and phases_us (by phase; nvlink alone, from other calls, which note time stamps; the
-slowest rank, medians), rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the
-input sets), gbps, ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is
-none, of the peer copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
+weighted, sms (of publish, pull and the sums alike), us_median, us_min, us_max (of the slowest rank
+in each iteration), us_fastest_rank (median of the fastest rank), rank_spread_us (medians of the
+fastest and of the slowest rank), host_us (of a call among others, where the host does not wait) and
+host_us_after_idle (of the timed calls), kernels_us, phases_us (by phase) and sms_occupied (how many
+SMs any kernel of the call ran on, so also routing's two short ones, which have grids of their own;
+these three of nvlink alone, from other calls, which note time stamps; the slowest rank, medians),
+rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the input sets), gbps,
+ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is none, of the peer
+copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
 """
 
 from __future__ import annotations

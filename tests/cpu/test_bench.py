@@ -26,7 +26,7 @@ from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.cli.bench import _sweeps, add_arguments
-from hybrid_ep.trace import Event
+from hybrid_ep.trace import Event, PhaseTimes
 from tests.launch import Pool, Rank
 
 TINY = bench.Options(
@@ -127,7 +127,9 @@ def test_records(world: Callable[[int], Pool]) -> None:
         assert record["us_fastest_rank"] <= record["us_median"]
         fastest, slowest = record["rank_spread_us"]
         assert 0 < fastest <= slowest <= record["us_median"], "never faster than its slowest rank"
-        assert record["kernels_us"] is record["phases_us"] is None, "torch has no kernels of ours"
+        assert record["kernels_us"] is record["phases_us"] is record["sms_occupied"] is None, (
+            "torch has no kernels of ours"
+        )
         assert record["ratio_to_all_to_all"] > 0
         assert record["ceiling_fraction"] > 0
         if record["sizing"] == "exact":
@@ -189,6 +191,7 @@ def test_plain_table_says_the_same(
         **{"sms": 24, "ratio_to_all_to_all": 1.5, "us_median": 12.0, "us_min": 3.0, "us_max": 45.0},
         **{"host_us": 31.4, "ceiling_fraction": 0.84, "rank_spread_us": [11.2, 12.4]},
         **{"mode": "fresh", "kernels_us": 9.6, "phases_us": {"publish rows": 4.1, "pull rows": 7}},
+        **{"sms_occupied": 117},
     }
     machine = {"device": "a GPU", "num_gpus": 1, "commit": "abc"}
     ceilings = {"peer_copy_gbps": 395.0, "pull_gbps": {"8": 322.96, "16": 334.0}}
@@ -197,7 +200,8 @@ def test_plain_table_says_the_same(
     monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
     print_table(report, ["nvlink: no GPU"])
     printed = capsys.readouterr().out
-    for text in ("us [min..max]", "12 [3..45]", "24", "1.50", "31", "0.84", "11..12", " 10 "):
+    numbers = ("12 [3..45]", "24", "1.50", "31", "0.84", "11..12", " 10 ", "117")
+    for text in ("us [min..max]", *numbers):
         assert text in printed
     for line in (
         "skipped: nvlink: no GPU",
@@ -316,25 +320,29 @@ class Stamped:
     def take_trace(self) -> list[Event]:
         self.taken += 1
         if self.taken % 2 == 1:  # what prepared the call
-            return [Event(3, 0, 1, 0, 10**9)]
+            return [Event(3, 0, 1, 0, 10**9, sm=9)]
         publish, pull = 1000 * (self.calls + 10 * self.rank), 5000 * self.calls
-        return [Event(3, 0, 1, 0, publish), Event(6, 1, 1, publish + 500, publish + 500 + pull)]
+        return [
+            Event(3, 0, 1, 0, publish, sm=0),
+            Event(6, 1, 1, publish + 500, publish + 500 + pull, sm=self.rank),
+        ]
 
 
-def trace(me: Rank) -> tuple[float | None, dict[str, float] | None]:
+def trace(me: Rank) -> PhaseTimes:
     buffer = Stamped(me.rank)
     timed, traced = (
         Call("nvlink", "dispatch", "fresh", lambda i: buffer.call, 1) for _ in range(2)
     )
     add_phases([timed], buffer, [traced], Clock(me.device))
     assert buffer.calls == TRACED_CALLS == 5
-    return timed.kernels_us, timed.phases_us
+    return PhaseTimes(timed.kernels_us, timed.phases_us, timed.sms_occupied)
 
 
 def test_phases_are_medians_of_the_slowest_rank(world: Callable[[int], Pool]) -> None:
-    for kernels_us, phases_us in world(2).run(trace):
-        assert phases_us == {"publish rows": 13.0, "pull rows": 15.0}
-        assert kernels_us == 13 + 0.5 + 15
+    for times in world(2).run(trace):
+        assert times.phases == {"publish rows": 13.0, "pull rows": 15.0}
+        assert times.kernels == 13 + 0.5 + 15
+        assert times.sms == 2, "of rank 1, whose blocks run on two"
 
 
 def test_sweeps_by_name() -> None:

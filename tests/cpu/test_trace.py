@@ -8,18 +8,20 @@ import hybrid_ep
 from hybrid_ep.trace import SPANS, Event, chrome_trace, clock_offsets, lay_out, phase_times
 
 PUBLISH, WAIT, ASSIGN = range(3)
+PULL = 6
+FIRST_SM = 70
 
 
 def a_call(call: int, start_ns: int, clock_ns: int, arrival_ns: int) -> list[Event]:
-    """Two blocks publish, wait until the last rank arrived, and assign; all by one GPU's timer."""
+    """Two blocks publish, wait until the last rank arrived, and assign; by one GPU's timer."""
     late = arrival_ns + clock_ns
     return [
-        event
+        Event(span, block, call, begin_ns, end_ns, sm=FIRST_SM + block)
         for block in range(2)
-        for event in (
-            Event(PUBLISH, block, call, start_ns + clock_ns, start_ns + clock_ns + 3_000),
-            Event(WAIT, block, call, start_ns + clock_ns + 4_000, late + 500 * block),
-            Event(ASSIGN, block, call, late + 500 * block, late + 9_000),
+        for span, begin_ns, end_ns in (
+            (PUBLISH, start_ns + clock_ns, start_ns + clock_ns + 3_000),
+            (WAIT, start_ns + clock_ns + 4_000, late + 500 * block),
+            (ASSIGN, late + 500 * block, late + 9_000),
         )
     ]
 
@@ -40,17 +42,21 @@ def test_times_of_phases() -> None:
     """A phase is as long as all its blocks together, a wait as long as one block waited."""
     events = [
         *a_call(1, 0, 0, 5_000),
-        Event(WAIT, 0, 1, 20_000, 21_500),  # block 0 waits once more, after it assigned
+        # block 0 waits once more, after it assigned, and a block of the next kernel is elsewhere
+        Event(WAIT, 0, 1, 20_000, 21_500, sm=FIRST_SM),
+        Event(PULL, 0, 1, 21_000, 21_500, sm=FIRST_SM - 1),
     ]
     times = phase_times(events)
     assert times.phases == {
         SPANS[PUBLISH][1]: 3.0,
         SPANS[WAIT][1]: 2.5,
         SPANS[ASSIGN][1]: 9.0,
+        SPANS[PULL][1]: 0.5,
     }
-    assert list(times.phases) == [SPANS[span][1] for span in (PUBLISH, WAIT, ASSIGN)]
+    assert list(times.phases) == [SPANS[span][1] for span in (PUBLISH, WAIT, ASSIGN, PULL)]
     assert times.kernels == 21.5
-    assert phase_times([]) == (0.0, {})
+    assert times.sms == 3
+    assert phase_times([]) == (0.0, {}, 0)
 
 
 def test_a_rank_without_a_shared_wait_keeps_its_clock() -> None:
@@ -72,14 +78,18 @@ def test_the_late_rank_shows() -> None:
 
 
 def test_events_of_a_row_never_cross() -> None:
-    pull, publish, wait = (Event(6, 0, 1, 0, 90), Event(3, 0, 1, 10, 100), Event(5, 0, 1, 20, 30))
-    later, elsewhere = Event(6, 0, 2, 90, 120), Event(6, 1, 1, 5, 95)
+    pull, publish, wait = (
+        Event(span, 0, 1, begin, end, sm=7)
+        for span, begin, end in ((PULL, 0, 90), (3, 10, 100), (5, 20, 30))
+    )
+    later, elsewhere = Event(PULL, 0, 2, 90, 120, sm=7), Event(PULL, 1, 1, 5, 95, sm=8)
     rows = {event: row for row, event in lay_out([elsewhere, later, wait, publish, pull])}
     assert rows == {pull: 0, publish: 1, wait: 0, later: 0, elsewhere: 0}
     trace = chrome_trace([[pull, publish, elsewhere]])["traceEvents"]
     threads = {e["tid"]: e["args"]["name"] for e in trace if e["name"] == "thread_name"}
     assert threads == {0: "block 0", 1: "block 0", 2: "block 1"}
-    assert {e["tid"]: e["args"]["block"] for e in trace if e["ph"] == "X"} == {0: 0, 1: 0, 2: 1}
+    where = {e["tid"]: (e["args"]["block"], e["args"]["sm"]) for e in trace if e["ph"] == "X"}
+    assert where == {0: (0, 7), 1: (0, 7), 2: (1, 8)}
 
 
 @pytest.mark.parametrize(

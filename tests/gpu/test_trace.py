@@ -24,5 +24,11 @@ def test_every_phase_of_every_call_is_there(world, num_ranks, tmp_path):
         if num_ranks == 1:
             names -= {"publish rows", "push sums"}  # there is nobody to do it for
         assert seen == {(name, call) for name in names for call in range(1, CALLS + 1)}
+        pulls = {
+            (e["args"]["call"], e["args"]["block"]): e["args"]["sm"]
+            for e in events
+            if e["pid"] == rank and e["name"] == "pull rows"
+        }
+        assert len({(call, sm) for (call, _), sm in pulls.items()}) == len(pulls), "an SM a block"
     assert all(event["dur"] >= 0 and event["ts"] >= 0 for event in events)
     assert max(event["ts"] + event["dur"] for event in events) < 60e6
