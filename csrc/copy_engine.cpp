@@ -64,21 +64,20 @@ bool CopyEngine::can_copy(int64_t stride, int row_bytes) const {
     return can_raise_flags_ && stride >= row_bytes && stride <= std::numeric_limits<int>::max();
 }
 
-kernels::CopySteps CopyEngine::copy(const Rows& from, const Rows& to, int row_bytes, int count,
-                                    uint64_t* flags, uint64_t flag, cudaStream_t stream) {
+kernels::CopySteps CopyEngine::copy(const Rows& from, const Rows& to, int row_bytes, int begin,
+                                    int end, uint64_t* flags, uint64_t flag, cudaStream_t stream) {
     check_cuda(cudaEventRecord(before_, stream), "event of copies");
     check_cuda(cudaStreamWaitEvent(own_, before_), "stream of copies");
-    kernels::CopySteps steps{};
-    int begin = 0;
-    for (int rows = kFirstRows; begin < count; rows = std::min(rows * kGrowth, kMostRows)) {
+    kernels::CopySteps steps{begin};
+    for (int rows = kFirstRows; begin < end; rows = std::min(rows * kGrowth, kMostRows)) {
         const bool is_last = steps.count + 1 == kernels::CopySteps::kMost;
-        const int end = is_last ? count : std::min(begin + rows, count);
+        const int count = is_last ? end - begin : std::min(rows, end - begin);
         check_cuda(
             cudaMemcpy2DAsync(to.at + begin * to.stride, to.stride, from.at + begin * from.stride,
-                              from.stride, row_bytes, end - begin, cudaMemcpyDeviceToDevice, own_),
+                              from.stride, row_bytes, count, cudaMemcpyDeviceToDevice, own_),
             "publishing rows");
         raise_flag(flags + steps.count, flag, own_);
-        steps.end[steps.count++] = begin = end;
+        steps.end[steps.count++] = begin += count;
     }
     return steps;
 }

@@ -24,9 +24,9 @@ class CopyEngine {
     // of a stream, as on some virtual GPUs.
     bool can_copy(int64_t stride, int row_bytes) const;
 
-    // Copies `count` rows once the work that is on `stream` by now is done; flags[i] becomes `flag`
-    // behind step i. Behind the last one `from` is not read any more.
-    kernels::CopySteps copy(const Rows& from, const Rows& to, int row_bytes, int count,
+    // Copies rows [begin, end) once the work that is on `stream` by now is done; flags[i] becomes
+    // `flag` behind step i. Behind the last one `from` is not read any more.
+    kernels::CopySteps copy(const Rows& from, const Rows& to, int row_bytes, int begin, int end,
                             uint64_t* flags, uint64_t flag, cudaStream_t stream);
 
   private:

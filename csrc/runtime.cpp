@@ -11,6 +11,10 @@ namespace {
 // about as long; the others follow beside the pull.
 constexpr int kEarlyEighths = 3;
 
+// On more SMs than these, SMs publish the first tokens: peers can pull sooner.
+constexpr int kEngineAloneSms = 16;
+constexpr int kTokensBySms = 512;
+
 }  // namespace
 
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
@@ -83,19 +87,22 @@ bool Runtime::engine_may_publish(const Sent& sent, cudaStream_t stream) {
            engine_->can_copy(sent.x_stride, sent.row_bytes);
 }
 
-kernels::CopySteps Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
-    if (!engine_may_publish(sent, stream)) return {};
+void Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
+    if (!engine_may_publish(sent, stream)) return;
+    const int begin = config_.num_sms_dispatch > kEngineAloneSms ? kTokensBySms : 0;
     const uint64_t call = num_dispatches_ + 1;
     char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
-    return engine_->copy({at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes},
-                         sent.row_bytes, sent.num_tokens, calls_->watch().state->rows_copied,
-                         flag_value(call, kCopiedSignature), stream);
+    dispatch_.copied = engine_->copy(
+        {at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes}, sent.row_bytes, begin,
+        sent.num_tokens, calls_->watch().state->rows_copied, flag_value(call, kCopiedSignature),
+        stream);
 }
 
 void Runtime::begin_dispatch(const Sent& sent) {
     kernels::DispatchParams& p = dispatch_;
     p = {};
     p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
+    p.copied = {sent.num_tokens};
     p.context = context();
     p.record = record_of(sent, config_.topk);
     p.tokens = tokens_of(sent);
@@ -145,7 +152,7 @@ void Runtime::pull(const Received& received, uintptr_t stream) {
 void Runtime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
-    dispatch_.copied = copy_by_engine(sent, to_stream(stream));
+    copy_by_engine(sent, to_stream(stream));
     end_dispatch(received, to_stream(stream));
 }
 
@@ -154,7 +161,7 @@ void Runtime::dispatch_fresh(const Choices& choices, const NewLayout& layout, co
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
     dispatch_.behind_routing = true;
-    dispatch_.copied = copy_by_engine(sent, to_stream(stream));  // it need not know the routing
+    copy_by_engine(sent, to_stream(stream));  // it need not know the routing
     route(choices, layout, false, stream);
     end_dispatch(received, to_stream(stream));
 }

@@ -80,7 +80,7 @@ class Runtime {
   private:
     kernels::Context context() const;
     bool engine_may_publish(const Sent& sent, cudaStream_t stream);
-    kernels::CopySteps copy_by_engine(const Sent& sent, cudaStream_t stream);
+    void copy_by_engine(const Sent& sent, cudaStream_t stream);
     void begin_dispatch(const Sent& sent);
     void publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream);
     void end_dispatch(const Received& received, cudaStream_t stream);

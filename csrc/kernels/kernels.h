@@ -63,10 +63,12 @@ struct ExpertRows {
     int64_t count;
 };
 
-// How the copy engine publishes rows: those before token end[i] are in the outbox once flag i of
-// DeviceState::rows_copied is that of the call. No steps: SMs publish.
+// How rows are published: those of the tokens before `begin` by SMs, the others by the copy engine.
+// Those before token end[i] are in the outbox once flag i of DeviceState::rows_copied is that of
+// the call. Begin and ends are multiples of a parcel, or the number of tokens.
 struct CopySteps {
     static constexpr int kMost = DeviceState::kCopySteps;
+    int begin;
     int count;
     int end[kMost];
 };

@@ -3,8 +3,8 @@
 //   x[t], scales, weights --loads and stores--> outbox record [row | scales | weights]   writers
 //                                       parcel complete --> a flag in every peer          herald
 //
-// Where the copy engine publishes the rows, writers have the scales and weights left to do, and the
-// herald waits for both.
+// Of tokens whose rows the copy engine publishes, writers have the scales and weights left to do,
+// and the herald waits for both.
 #pragma once
 
 #include "device/flag.cuh"
@@ -122,7 +122,7 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
     Turn turn;
     for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
         smem.parcels.await_free(turn);
-        if (p.copied.count == 0) write_rows(p, handle, writer, num_writers, parcel, epoch);
+        if (parcel * kParcelTokens < p.copied.begin) write_rows(p, handle, writer, num_writers, parcel, epoch);
         write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
         if (lane_id() == 0) smem.parcels.filled(turn);
@@ -149,7 +149,7 @@ class CopiedRows {
     // The rows of the parcels before it are there.
     __device__ int end_parcel() const {
         if (steps_ == p_.copied.count) return p_.end_parcel;
-        return steps_ == 0 ? 0 : p_.copied.end[steps_ - 1] / kParcelTokens;
+        return (steps_ == 0 ? p_.copied.begin : p_.copied.end[steps_ - 1]) / kParcelTokens;
     }
 
   private:
