@@ -92,10 +92,10 @@ void Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
     const int begin = config_.num_sms_dispatch > kEngineAloneSms ? kTokensBySms : 0;
     const uint64_t call = num_dispatches_ + 1;
     char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
-    dispatch_.copied = engine_->copy(
-        {at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes}, sent.row_bytes, begin,
-        sent.num_tokens, calls_->watch().state->rows_copied, flag_value(call, kCopiedSignature),
-        stream);
+    dispatch_.copied =
+        engine_->copy({at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes},
+                      sent.row_bytes, begin, sent.num_tokens, calls_->watch().state->rows_copied,
+                      flag_value(call, kCopiedSignature), stream);
 }
 
 void Runtime::begin_dispatch(const Sent& sent) {

@@ -122,7 +122,8 @@ __device__ void write_parcels(const DispatchParams& p, const layout::HandleView&
     Turn turn;
     for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
         smem.parcels.await_free(turn);
-        if (parcel * kParcelTokens < p.copied.begin) write_rows(p, handle, writer, num_writers, parcel, epoch);
+        if (parcel * kParcelTokens < p.copied.begin)
+            write_rows(p, handle, writer, num_writers, parcel, epoch);
         write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
         if (lane_id() == 0) smem.parcels.filled(turn);
