@@ -7,8 +7,7 @@ using namespace hybrid_ep;
 PYBIND11_MODULE(_nvlink, m) {
     m.attr("MAX_RANKS") = layout::kMaxRanks;
     m.attr("MAX_TOPK") = layout::kMaxTopk;
-    m.attr("ENGINE_MOST_SMS") = kEngineMostSms;
-    m.attr("ENGINE_LEAST_TOKENS") = kEngineLeastTokens;
+    m.def("tokens_by_sms", &tokens_by_sms);
 
     py::class_<RuntimeConfig>(m, "RuntimeConfig")
         .def(py::init([](int device, int rank, int num_ranks, int num_experts, int max_tokens,

@@ -11,10 +11,6 @@ namespace {
 // about as long; the others follow beside the pull.
 constexpr int kEarlyEighths = 3;
 
-// On more SMs than these, SMs publish the first tokens: peers can pull sooner.
-constexpr int kEngineAloneSms = 16;
-constexpr int kTokensBySms = 512;
-
 }  // namespace
 
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
@@ -78,18 +74,17 @@ uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool wa
 
 // A graph is replayed without the host, who then does not know any more which half of the outbox
 // the next call takes.
-bool Runtime::engine_may_publish(const Sent& sent, cudaStream_t stream) {
+bool Runtime::engine_can_publish(const Sent& sent, cudaStream_t stream) {
     cudaStreamCaptureStatus capture{};
     check_cuda(cudaStreamIsCapturing(stream, &capture), "state of the stream");
     was_captured_ = was_captured_ || capture != cudaStreamCaptureStatusNone;
-    return !was_captured_ && config_.num_ranks > 1 && config_.num_sms_dispatch <= kEngineMostSms &&
-           sent.num_tokens >= kEngineLeastTokens &&
+    return !was_captured_ && config_.num_ranks > 1 &&
            engine_->can_copy(sent.x_stride, sent.row_bytes);
 }
 
 void Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
-    if (!engine_may_publish(sent, stream)) return;
-    const int begin = config_.num_sms_dispatch > kEngineAloneSms ? kTokensBySms : 0;
+    const int begin = tokens_by_sms(config_.num_sms_dispatch, sent.num_tokens);
+    if (!engine_can_publish(sent, stream) || begin == sent.num_tokens) return;
     const uint64_t call = num_dispatches_ + 1;
     char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
     dispatch_.copied =

@@ -17,11 +17,14 @@
 
 namespace hybrid_ep {
 
-// The copy engine publishes where few SMs dispatch many tokens. More SMs are faster by themselves:
-// they write no more than is soon read, so that it stays in the L2 cache. Nor does it where the
-// host waits for the number of rows: there the time to tell it what to do is lost.
-constexpr int kEngineMostSms = 32;
-constexpr int kEngineLeastTokens = 2048;
+// So many tokens of a dispatch, from the first on, SMs publish; the copy engine publishes the
+// others. It does where few SMs dispatch many tokens: more SMs are faster by themselves, since they
+// write no more than is soon read, so that it stays in the L2 cache. Nor does it where the host
+// waits for the number of rows: there the time to tell it what to do is lost.
+constexpr int tokens_by_sms(int num_sms, int num_tokens) {
+    if (num_sms > 32 || num_tokens < 2048) return num_tokens;
+    return num_sms > 16 ? 512 : 0;  // so peers can pull sooner
+}
 
 struct RuntimeConfig {
     int device, rank, num_ranks, num_experts, max_tokens, topk;
@@ -79,7 +82,7 @@ class Runtime {
 
   private:
     kernels::Context context() const;
-    bool engine_may_publish(const Sent& sent, cudaStream_t stream);
+    bool engine_can_publish(const Sent& sent, cudaStream_t stream);
     void copy_by_engine(const Sent& sent, cudaStream_t stream);
     void begin_dispatch(const Sent& sent);
     void publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream);

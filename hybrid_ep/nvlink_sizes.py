@@ -11,7 +11,6 @@ CHUNK_TOKENS = 128
 PARCEL_TOKENS = 16
 MAX_CHANNELS = 256
 REGION_ALIGN = 128
-ENGINE_MOST_SMS, ENGINE_LEAST_TOKENS = 32, 2048  # of a dispatch
 
 
 def symmetric_regions(
@@ -61,9 +60,14 @@ def record_bytes(*, hidden: int, topk: int, itemsize: int, scale_bytes: int) -> 
     return round_up(hidden * itemsize, 16) + round_up(scale_bytes, 16) + round_up(4 * topk, 16)
 
 
-def engine_publishes(num_sms: int, num_tokens: int) -> bool:
-    """Whether the copy engine publishes, if the size is not exact and no graph holds the call."""
-    return num_sms <= ENGINE_MOST_SMS and num_tokens >= ENGINE_LEAST_TOKENS
+def tokens_by_sms(num_sms: int, num_tokens: int) -> int:
+    """How many tokens of a dispatch SMs publish, if the size is not exact and no graph holds it.
+
+    The copy engine publishes the others.
+    """
+    if num_sms > 32 or num_tokens < 2048:
+        return num_tokens
+    return 512 if num_sms > 16 else 0
 
 
 def handle_bytes(

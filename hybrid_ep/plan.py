@@ -22,10 +22,10 @@ from hybrid_ep.network_window import (
     network_window,
 )
 from hybrid_ep.nvlink_sizes import (
-    engine_publishes,
     handle_bytes,
     record_bytes,
     symmetric_regions,
+    tokens_by_sms,
 )
 from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.random_load import Spread, Traffic, random_load
@@ -245,7 +245,7 @@ def make_plan(
 
     # a token is read and written to publish it, each copy is read once and written to all its rows
     copies = tokens * load.copies.expected
-    by_sms = 0 if num_nodes == 1 and engine_publishes(num_sms, tokens) else tokens
+    by_sms = tokens_by_sms(num_sms, tokens) if num_nodes == 1 else tokens
     sent = by_sms + rows.expected + LOAD_SHARE * (by_sms + copies)
     dispatch_bounds = [
         _bound("SM output", sent * row_bytes, SM_OUTPUT_GBS * num_sms),

@@ -8,7 +8,7 @@
 //
 // Publishing and pulling are done by different warps of each block and do not wait for each other,
 // so no two ranks ever do. Only tokens that go to a peer are published, others come from x; but
-// where the copy engine publishes, it has begun before this kernel, with all of them.
+// where the copy engine publishes, it has begun before this kernel, with all rows from a token on.
 // The two may also be two launches, with the host's wait for the number of rows between them.
 #include "kernels/kernels.h"
 #include "kernels/launch.cuh"
