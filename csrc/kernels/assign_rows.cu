@@ -39,20 +39,29 @@ struct Smem {
     }
 };
 
+// Threads side by side take an expert each, as many groups of them as there are a part of the
+// chunks.
 __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int source, int chunk,
                            uint64_t epoch) {
     const auto& b = p.context.buffer;
     const int width = b.num_local_experts + 1;
-    const char* mine = p.context.mine();
-    for (int s = 0; s < b.num_ranks; ++s) {
-        auto* counts = reinterpret_cast<const uint16_t*>(mine + b.counts_of(epoch, s));
-        for (int i = threadIdx.x; i < b.num_chunks * width; i += kThreads) {
-            int count = counts[i];
-            if (count == 0) continue;
-            int column = i % width, c = i / width;
-            atomicAdd(&smem.total[column], count);
-            if (s < source || (s == source && c < chunk)) atomicAdd(&smem.before[column], count);
+    const int side_by_side = min(width, kThreads), groups = kThreads / side_by_side;
+    const int group = threadIdx.x / side_by_side;
+    if (group == groups) return;
+    for (int at = threadIdx.x % side_by_side; at < width; at += side_by_side) {
+        int total = 0, before = 0;
+        for (int s = 0; s < b.num_ranks; ++s) {
+            auto* counts =
+                reinterpret_cast<const uint16_t*>(p.context.mine() + b.counts_of(epoch, s)) + at;
+#pragma unroll 4
+            for (int c = group; c < b.num_chunks; c += groups) {
+                const int count = counts[c * width];
+                total += count;
+                if (s < source || (s == source && c < chunk)) before += count;
+            }
         }
+        atomicAdd(&smem.total[at], total);
+        atomicAdd(&smem.before[at], before);
     }
 }
 
