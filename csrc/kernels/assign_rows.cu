@@ -39,8 +39,7 @@ struct Smem {
     }
 };
 
-// Threads side by side take an expert each, as many groups of them as there are a part of the
-// chunks.
+// Threads side by side take an expert each, and groups of them share the chunks.
 __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int source, int chunk,
                            uint64_t epoch) {
     const auto& b = p.context.buffer;
