@@ -81,8 +81,12 @@ def _draw_curves(
     if axis == "tokens":  # by factors: a slope of 1 is as fast as the bytes
         cell.set_xscale("log", base=2)
         cell.set_yscale("log", base=2)
+        cell.yaxis.set_major_formatter("{x:g}")
     else:
         cell.set_ylim(0, None)
+    measured = sorted({x for points in curves.values() for x, _ in points})
+    cell.set_xticks(measured, [f"{x:,}" for x in measured])
+    cell.grid(alpha=0.3)
 
 
 def _draw_bars(op: str, bars: dict[str, dict[str, float]], cell: Any) -> None:
