@@ -37,9 +37,10 @@ class Config:
         num_sms_publish: SMs that copy a rank's tokens into its outbox, where that is a kernel of
             its own: before the size is known, and across nodes.
         num_sms_dispatch: SMs that pull tokens from the peers' outboxes into expert rows. With at
-            most 32 of them the GPU's copy engine publishes 2,048 tokens and more, if all ranks are
-            of one node, the size is not exact and no CUDA graph holds a dispatch of the Buffer:
-            the GPU is faster then, and the call costs the host more (docs/performance.md).
+            most 32 of them the GPU's copy engine publishes 2,048 tokens and more (with more than 16
+            all but the first 512), if all ranks are of one node, the size is not exact and no CUDA
+            graph holds a dispatch of the Buffer: the GPU is faster then, and the call costs the
+            host more (docs/performance.md).
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
         network_channels: SMs that send to the other nodes, of those of dispatch; each has a queue
             pair to every rail peer.

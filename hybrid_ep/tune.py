@@ -106,7 +106,7 @@ class Measurement:
 
     @property
     def sms(self) -> int:
-        """SMs that the op occupies; publish and pull run one after the other."""
+        """SMs that the op is given, of its phases the most; routing takes its own number."""
         config = self.config
         if self.op == "combine":
             return config.num_sms_combine

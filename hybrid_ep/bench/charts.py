@@ -81,7 +81,7 @@ def _draw_curves(
     if axis == "tokens":  # by factors: a slope of 1 is as fast as the bytes
         cell.set_xscale("log", base=2)
         cell.set_yscale("log", base=2)
-        cell.yaxis.set_major_formatter("{x:g}")
+        cell.yaxis.set_major_formatter("{x:,.0f}")
     else:
         cell.set_ylim(0, None)
     measured = sorted({x for points in curves.values() for x, _ in points})

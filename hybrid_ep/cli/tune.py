@@ -13,7 +13,7 @@ Then hybrid_ep.Buffer(..., config="config.json"), the same file on every rank.
 The JSON of --json: device, num_gpus, commit, command, ranks, the shape, the goal, complete (the
 search came to its end within the time), config, confirmed (dispatch and combine with the choice,
 measured once more) and measured, whose records hold op, num_sms_publish, num_sms_dispatch,
-num_sms_combine, slice_bytes, sms (that the op occupies), us_median, us_min, us_max (of the slowest
+num_sms_combine, slice_bytes, sms (the op is given), us_median, us_min, us_max (of the slowest
 rank in each iteration), default_us_median, ratio_to_default and noise (of the ratio).
 """
 
@@ -146,7 +146,7 @@ def tell(report: dict[str, Any]) -> None:
 
 
 def default_sms(op: str) -> int:
-    """SMs that an op occupies by default."""
+    """SMs that an op is given by default."""
     return Measurement(op, Config(), (), ()).sms
 
 
