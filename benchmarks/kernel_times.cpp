@@ -62,31 +62,32 @@ void barrier(Board* board, int ranks) {
 }
 
 template <typename T>
-uintptr_t to_device(const std::vector<T>& values) {
-    void* to = nullptr;
+T* to_device(const std::vector<T>& values) {
+    T* to = nullptr;
     check_cuda(cudaMalloc(&to, values.size() * sizeof(T)), "an input");
     check_cuda(cudaMemcpy(to, values.data(), values.size() * sizeof(T), cudaMemcpyHostToDevice),
                "an input");
-    return reinterpret_cast<uintptr_t>(to);
+    return to;
 }
 
-uintptr_t room(int64_t bytes) {
-    void* at = nullptr;
-    check_cuda(cudaMalloc(&at, std::max<int64_t>(bytes, 16)), "an output");
-    return reinterpret_cast<uintptr_t>(at);
+template <typename T>
+T* room(int64_t count) {
+    T* at = nullptr;
+    check_cuda(cudaMalloc(&at, std::max<int64_t>(count * sizeof(T), 16)), "an output");
+    return at;
 }
 
 constexpr size_t kBallastBytes = 1ull << 30;
 
 // About a millisecond of work.
-void keep_busy(uintptr_t ballast, cudaStream_t stream) {
-    for (int i = 0; i < 3; ++i) {
-        cudaMemsetAsync(reinterpret_cast<void*>(ballast), 0, kBallastBytes, stream);
-    }
+void keep_busy(char* ballast, cudaStream_t stream) {
+    for (int i = 0; i < 3; ++i) cudaMemsetAsync(ballast, 0, kBallastBytes, stream);
 }
 
 struct Inputs {
-    uintptr_t x, topk_idx, weights;
+    const uint16_t* x;
+    const int32_t* topk_idx;
+    const float* weights;
 };
 
 Inputs draw(const Shape& shape, std::mt19937& random) {
@@ -162,9 +163,10 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     for (int i = 0; i < kInputs; ++i) inputs.push_back(draw(shape, random));
     const int row_bytes = shape.hidden * 2, local = shape.experts / shape.ranks;
     const int64_t most_rows = int64_t(shape.tokens) * shape.ranks * std::min(shape.topk, local);
-    const uintptr_t words = room(runtime.handle_words() * 4), counts = room((2 * local + 2) * 4),
-                    rows = room(most_rows * row_bytes), row_weights = room(most_rows * 4),
-                    y = room(int64_t(shape.tokens) * row_bytes), ballast = room(kBallastBytes);
+    auto *words = room<int32_t>(runtime.handle_words()), *counts = room<int32_t>(2 * local + 2);
+    auto *rows = room<char>(most_rows * row_bytes), *ballast = room<char>(kBallastBytes),
+         *y = room<char>(int64_t(shape.tokens) * row_bytes);
+    auto* row_weights = room<float>(most_rows);
     cudaStream_t stream;
     check_cuda(cudaStreamCreate(&stream), "stream");
     const auto on = reinterpret_cast<uintptr_t>(stream);
@@ -174,17 +176,24 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     for (int call = 0; call < kWarmup + kCalls; ++call) {
         const Inputs& in = inputs[call % kInputs];
         hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1};
-        const hybrid_ep::NewLayout layout{words, counts, counts + 4 * local,
-                                          counts + 4 * (2 * local + 1)};
+        const hybrid_ep::NewLayout layout{words, counts, counts + local, counts + 2 * local + 1};
         const uint64_t ticket = runtime.route(choices, layout, true, on);
         const auto needed = runtime.required_rows(ticket, on);
         if (!needed) break;
         barrier(board, shape.ranks);
         keep_busy(ballast, stream);  // so that the host is ahead of the GPU
         // the ranks meet in a dispatch that is not timed
-        const hybrid_ep::Sent sent{in.x,         row_bytes, row_bytes, in.weights,   shape.topk,
-                                   /*scales*/ 0, 0,         0,         shape.tokens, words};
-        const hybrid_ep::Received received{rows, row_weights, 0, *needed};
+        const hybrid_ep::Sent sent{reinterpret_cast<const char*>(in.x),
+                                   row_bytes,
+                                   row_bytes,
+                                   in.weights,
+                                   shape.topk,
+                                   /*scales*/ nullptr,
+                                   0,
+                                   0,
+                                   shape.tokens,
+                                   words};
+        const hybrid_ep::Received received{rows, row_weights, nullptr, *needed};
         runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[0], stream);
         choices.max_rows = *needed;
@@ -192,7 +201,9 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
         cudaEventRecord(marks[1], stream);
         runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[2], stream);
-        runtime.combine({rows, 0, row_bytes, 0, 0, y, 0, shape.tokens, words}, on);
+        runtime.combine({rows, hybrid_ep::SumType::kBf16, row_bytes, nullptr, nullptr, y, nullptr,
+                         shape.tokens, words},
+                        on);
         cudaEventRecord(marks[3], stream);
         check_cuda(cudaStreamSynchronize(stream), "the kernels");
         barrier(board, shape.ranks);

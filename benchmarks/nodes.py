@@ -33,7 +33,8 @@ SHOWN = (
     "num_sms_combine",
 )
 # channels, tokens of a chunk, chunks of a channel under way, SMs of dispatch and of combine
-SETTINGS = ((8, 32, 2, 32, 32), (8, 8, 4, 32, 32), (16, 8, 4, 48, 48), (32, 8, 4, 80, 80))
+SETTINGS = ((8, 8, 4, 32, 32), (8, 8, 4, 48, 48), (16, 8, 4, 48, 48), (32, 8, 4, 80, 80))
+NVLINK_SMS = (32, 48)
 
 
 def median_us(call, buffer: hybrid_ep.Buffer) -> float:
@@ -158,7 +159,8 @@ def main() -> int:
     ]
     if shape.trace is not None:
         runs.append(("nvshmem", replace(runs[-1][1], trace=True)))
-    runs.append(("nvlink", replace(common, num_sms_dispatch=48, num_sms_combine=48)))
+    for sms in NVLINK_SMS:
+        runs.append(("nvlink", replace(common, num_sms_dispatch=sms, num_sms_combine=sms)))
     run_ranks(measure_all, shape.ranks, shape, runs)
     return 0
 

@@ -21,9 +21,24 @@ using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
 using SummedTuple =
     std::tuple<uintptr_t, int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, uintptr_t>;
 
+// A field as Python gives it, for a struct that wants a pointer, an enumerator or the number
+// itself.
+template <typename Number>
+struct Field {
+    Number number;
+
+    operator Number() const { return number; }
+    template <typename T>
+    operator T*() const {
+        return reinterpret_cast<T*>(number);
+    }
+    operator SumType() const { return SumType(number); }
+};
+
 template <typename Struct, typename Tuple>
 Struct from(const Tuple& tuple) {
-    return std::apply([](auto... fields) { return Struct{fields...}; }, tuple);
+    return std::apply([](auto... numbers) { return Struct{Field<decltype(numbers)>{numbers}...}; },
+                      tuple);
 }
 
 template <typename R>

@@ -64,8 +64,9 @@ bool CopyEngine::can_copy(int64_t stride, int row_bytes) const {
     return can_raise_flags_ && stride >= row_bytes && stride <= std::numeric_limits<int>::max();
 }
 
-kernels::CopySteps CopyEngine::copy(const Rows& from, const Rows& to, int row_bytes, int begin,
-                                    int end, uint64_t* flags, uint64_t flag, cudaStream_t stream) {
+kernels::CopySteps CopyEngine::copy(const Rows<const char>& from, const Rows<char>& to,
+                                    int row_bytes, int begin, int end, uint64_t* flags,
+                                    uint64_t flag, cudaStream_t stream) {
     check_cuda(cudaEventRecord(before_, stream), "event of copies");
     check_cuda(cudaStreamWaitEvent(own_, before_), "stream of copies");
     kernels::CopySteps steps{begin};

@@ -16,8 +16,9 @@ class CopyEngine {
     CopyEngine& operator=(const CopyEngine&) = delete;
 
     // Rows in memory, so many bytes apart.
+    template <typename Byte>
     struct Rows {
-        char* at;
+        Byte* at;
         int64_t stride;
     };
     // Whether it can read such rows. Never where the driver cannot raise flags between the copies
@@ -26,8 +27,9 @@ class CopyEngine {
 
     // Copies rows [begin, end) once the work that is on `stream` by now is done; flags[i] becomes
     // `flag` behind step i. Behind the last one `from` is not read any more.
-    kernels::CopySteps copy(const Rows& from, const Rows& to, int row_bytes, int begin, int end,
-                            uint64_t* flags, uint64_t flag, cudaStream_t stream);
+    kernels::CopySteps copy(const Rows<const char>& from, const Rows<char>& to, int row_bytes,
+                            int begin, int end, uint64_t* flags, uint64_t flag,
+                            cudaStream_t stream);
 
   private:
     bool can_raise_flags_;

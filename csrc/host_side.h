@@ -44,10 +44,7 @@ inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& cont
     p.num_publish_blocks = num_publish_blocks;
     p.align = choices.align;
     p.max_rows = choices.max_rows;
-    p.words = at<int32_t>(layout.words);
-    p.counts = at<int32_t>(layout.counts);
-    p.offsets = at<int32_t>(layout.offsets);
-    p.required_rows = at<int32_t>(layout.required_rows);
+    p.layout = layout;
     if (want_mail) {
         p.ticket = calls.next_ticket();
         p.mail = calls.mail_of(p.ticket);
@@ -55,24 +52,30 @@ inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& cont
     return p;
 }
 
-inline kernels::Tokens tokens_of(const Sent& sent) {
-    return {at<char>(sent.x),   at<char>(sent.scales), at<float>(sent.weights), sent.x_stride,
-            sent.scales_stride, sent.weights_stride,   sent.num_tokens};
+// A dispatch whose tokens are all published by SMs, in one launch; where its rows go is not known.
+inline kernels::DispatchParams dispatch_params(const kernels::Context& context, const Sent& sent,
+                                               int slice_bytes) {
+    kernels::DispatchParams p{};
+    p.context = context;
+    p.record = {sent.row_bytes, sent.scale_bytes,
+                sent.weights != nullptr ? 4 * context.buffer.topk : 0};
+    p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
+    p.copied = {sent.num_tokens};
+    p.sent = sent;
+    p.slices = layout::SliceLayout::make(sent.row_bytes, slice_bytes);
+    p.ring = layout::move_ring(p.slices, p.record);
+    return p;
 }
 
-inline kernels::ExpertRows rows_of(const Received& received) {
-    return {at<char>(received.rows), at<char>(received.row_scales), at<float>(received.row_weights),
-            received.num_rows};
+// Or in two: some of the parcels are published while the host waits for the number of rows, which
+// takes about as long; the others beside the pull.
+inline void publish_early_parcels(kernels::DispatchParams& p) {
+    constexpr int kEarlyEighths = 3;
+    p.end_parcel = p.end_parcel * kEarlyEighths / 8;
 }
-
-inline kernels::CombineIo io_of(const Summed& summed) {
-    return {kernels::SumType(summed.type), summed.row_bytes,         at<char>(summed.rows),
-            at<float>(summed.weights),     at<float>(summed.values), at<char>(summed.y),
-            at<float>(summed.home_values), summed.num_tokens};
-}
-
-inline layout::RecordLayout record_of(const Sent& sent, int topk) {
-    return {sent.row_bytes, sent.scale_bytes, sent.weights != 0 ? 4 * topk : 0};
+inline void publish_rest(kernels::DispatchParams& p) {
+    p.first_parcel = p.end_parcel;
+    p.end_parcel = layout::ceil_div(p.sent.num_tokens, layout::kParcelTokens);
 }
 
 }  // namespace hybrid_ep

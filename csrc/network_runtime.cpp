@@ -18,13 +18,18 @@ NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::Netwo
     config_.num_sms_publish = std::min(config.num_sms_publish, most);
     config_.num_sms_dispatch = std::clamp(config.num_sms_dispatch, 2, most);
     config_.num_sms_combine = std::clamp(config.num_sms_combine, 3, most);
-    config_.num_sms_send = std::clamp(config.num_sms_send, 1, config_.num_sms_dispatch - 1);
+    config_.num_sms_send = config.num_nodes == 1
+                               ? 0
+                               : std::clamp(config.num_sms_send, 1, config_.num_sms_dispatch - 1);
 
     calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
     context_.relay = config.layout();
     context_.node = config.rank / config.ranks_per_node;
     context_.local_rank = config.rank % config.ranks_per_node;
+    context_.uses_mapped = config.uses_mapped;
     context_.world.rank = config.rank;
+    context_.world.first_peer = context_.node * config.ranks_per_node;
+    context_.world.num_peers = config.ranks_per_node;
     context_.world.buffer = context_.relay.world;
     context_.world.handle = layout::HandleLayout::make(context_.relay.world);
     context_.world.watch = calls_->watch();
@@ -37,12 +42,11 @@ void NetworkRuntime::attach(const std::vector<uintptr_t>& peers,
                             const std::vector<uintptr_t>& rails) {
     DeviceGuard guard(config_.device);
     for (int peer = 0; peer < config_.ranks_per_node; ++peer) {
-        context_.peers.base[peer] = at<char>(peers.at(peer));
+        context_.world.peers.base[peer] = at<char>(peers.at(peer));
     }
     for (size_t node = 0; node < rails.size(); ++node) {
         context_.rails.base[node] = at<char>(rails[node]);
     }
-    context_.world.mine() = context_.mine();
     check_cuda(cudaMemset(context_.mine(), 0, symmetric_bytes()), "zeroing symmetric memory");
     check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
 }
@@ -63,32 +67,38 @@ uint64_t NetworkRuntime::route(const Choices& choices, const NewLayout& layout, 
     DeviceGuard guard(config_.device);
     kernels::SpreadRoutingParams spread{};
     spread.context = context_;
-    spread.topk_idx = at<void>(choices.topk_idx);
-    spread.idx_bytes = choices.idx_bytes;
-    spread.idx_stride = choices.idx_stride;
-    spread.num_tokens = choices.num_tokens;
+    spread.choices = choices;
     spread.num_blocks = routing_blocks_;
-    spread.words = at<int32_t>(layout.words);
+    spread.words = layout.words;
     kernels_.spread_routing(spread, to_stream(stream));
 
     const kernels::AssignRowsParams assign =
         assign_rows_params(context_.world, routing_blocks_, choices, layout, want_mail, *calls_);
     kernels::launch_assign_rows(assign, to_stream(stream));
-    kernels::launch_keep_routing({context_, at<int32_t>(layout.words)}, to_stream(stream));
+    kernels::launch_keep_routing({context_, layout.words}, to_stream(stream));
     return assign.ticket;
+}
+
+void NetworkRuntime::begin_dispatch(const Sent& sent) {
+    rows_ = {};
+    rows_.context = context_;
+    rows_.dispatch = dispatch_params(context_.world, sent, config_.slice_bytes);
+}
+
+void NetworkRuntime::end_dispatch(const Received& received, uintptr_t stream) {
+    rows_.dispatch.pulls = true;
+    rows_.dispatch.received = received;
+    rows_.dispatch.num_blocks = config_.num_sms_dispatch - config_.num_sms_send;
+    rows_.num_send_blocks = config_.num_sms_send;
+    kernels_.relay_rows(rows_, to_stream(stream));
 }
 
 void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    kernels::FillOutboxParams& p = fill_;
-    p.context = context_;
-    p.record = record_of(sent, config_.topk);
-    p.tokens = tokens_of(sent);
-    p.num_blocks = config_.num_sms_publish;
-    p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
-    p.ring = layout::move_warp_ring(p.slices, p.record);
-    p.words = at<int32_t>(sent.words);
-    kernels::launch_fill_outbox(p, to_stream(stream));
+    begin_dispatch(sent);
+    publish_early_parcels(rows_.dispatch);
+    rows_.dispatch.num_blocks = config_.num_sms_publish;
+    kernels_.relay_rows(rows_, to_stream(stream));
 }
 
 uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& layout,
@@ -100,22 +110,14 @@ uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& 
 
 void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    kernels::RelayRowsParams p{};
-    p.context = context_;
-    p.record = fill_.record;
-    p.rows = rows_of(received);
-    p.num_fill_blocks = fill_.num_blocks;
-    p.num_send_blocks = config_.num_sms_send;
-    p.num_pull_blocks = config_.num_sms_dispatch - config_.num_sms_send;
-    p.slices = fill_.slices;
-    p.ring = fill_.ring;
-    p.words = fill_.words;
-    kernels_.relay_rows(p, to_stream(stream));
+    publish_rest(rows_.dispatch);
+    end_dispatch(received, stream);
 }
 
 void NetworkRuntime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
-    publish(sent, stream);
-    pull(received, stream);
+    DeviceGuard guard(config_.device);
+    begin_dispatch(sent);
+    end_dispatch(received, stream);
 }
 
 void NetworkRuntime::dispatch_fresh(const Choices& choices, const NewLayout& layout,
@@ -128,12 +130,13 @@ void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::RelaySumsParams p{};
     p.context = context_;
-    p.io = io_of(summed);
+    p.summed = summed;
     // pushing reads every row of the experts, the other roles only sums of them
-    p.num_forward_blocks = p.num_home_blocks = std::max(1, config_.num_sms_combine / 4);
+    p.num_forward_blocks = config_.num_nodes == 1 ? 0 : std::max(1, config_.num_sms_combine / 6);
+    p.num_home_blocks = std::max(1, config_.num_sms_combine / 4);
     p.num_push_blocks = config_.num_sms_combine - p.num_forward_blocks - p.num_home_blocks;
-    p.ring = layout::sum_warp_ring();
-    p.words = at<int32_t>(summed.words);
+    p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
+    p.ring = layout::sum_ring(p.slices);
     kernels_.relay_sums(p, to_stream(stream));
 }
 

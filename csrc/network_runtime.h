@@ -21,7 +21,7 @@ struct NetworkConfig {
     int chunk_tokens, window;  // tokens of a slot, slots to each rail peer
     int num_sms_publish, num_sms_dispatch, num_sms_combine, num_sms_send, slice_bytes;
     double timeout_s;
-    bool trace;
+    bool trace, uses_mapped;
 
     layout::RelayLayout layout() const {
         return layout::RelayLayout::make(num_nodes, ranks_per_node, num_experts, max_tokens, topk,
@@ -61,11 +61,14 @@ class NetworkRuntime {
     std::vector<TraceEvent> take_trace();
 
   private:
+    void begin_dispatch(const Sent& sent);
+    void end_dispatch(const Received& received, uintptr_t stream);
+
     NetworkConfig config_;
     kernels::NetworkKernels kernels_;
     kernels::NodeContext context_{};
     int routing_blocks_;
-    kernels::FillOutboxParams fill_{};  // of the dispatch that has been published
+    kernels::RelayRowsParams rows_{};  // of the dispatch that has begun
     std::unique_ptr<CallState> calls_;
 };
 

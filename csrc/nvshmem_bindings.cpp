@@ -15,7 +15,7 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
                           int max_tokens, int topk, int row_capacity, int inbox_row_bytes,
                           int chunk_tokens, int window, int num_sms_publish, int num_sms_dispatch,
                           int num_sms_combine, int num_sms_send, int slice_bytes, double timeout_s,
-                          bool trace) {
+                          bool trace, bool uses_mapped) {
     return {device,
             rank,
             num_nodes,
@@ -33,7 +33,8 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
             num_sms_send,
             slice_bytes,
             timeout_s,
-            trace};
+            trace,
+            uses_mapped};
 }
 
 char* to_pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -52,7 +53,7 @@ PYBIND11_MODULE(_nvshmem, m) {
              py::arg("inbox_row_bytes"), py::arg("chunk_tokens"), py::arg("window"),
              py::arg("num_sms_publish"), py::arg("num_sms_dispatch"), py::arg("num_sms_combine"),
              py::arg("num_sms_send"), py::arg("slice_bytes"), py::arg("timeout_s"),
-             py::arg("trace"))
+             py::arg("trace"), py::arg("uses_mapped") = true)
         .def_property_readonly("symmetric_bytes",
                                [](const NetworkConfig& self) { return self.layout().total_bytes; })
         .def_property_readonly("handle_words", [](const NetworkConfig& self) {

@@ -5,14 +5,6 @@
 #include "host_side.h"
 
 namespace hybrid_ep {
-namespace {
-
-// Of the parcels, so many are published while the host waits for the number of rows, which takes
-// about as long; the others follow beside the pull.
-constexpr int kEarlyEighths = 3;
-
-}  // namespace
-
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     DeviceGuard guard(config.device);
     buffer_ = layout::BufferLayout::make(config.num_ranks, config.num_experts, config.max_tokens,
@@ -50,7 +42,8 @@ void Runtime::destroy() {
 }
 
 kernels::Context Runtime::context() const {
-    return {memory_->peers(), config_.rank, buffer_, handle_, calls_->watch(), calls_->trace()};
+    return {memory_->peers(), config_.rank,   0, config_.num_ranks, buffer_, handle_,
+            calls_->watch(),  calls_->trace()};
 }
 
 uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool want_mail,
@@ -58,12 +51,9 @@ uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool wa
     DeviceGuard guard(config_.device);
     kernels::PublishRoutingParams publish{};
     publish.context = context();
-    publish.topk_idx = at<void>(choices.topk_idx);
-    publish.idx_bytes = choices.idx_bytes;
-    publish.idx_stride = choices.idx_stride;
-    publish.num_tokens = choices.num_tokens;
+    publish.choices = choices;
     publish.num_blocks = routing_blocks_;
-    publish.words = at<int32_t>(layout.words);
+    publish.words = layout.words;
     kernels::launch_publish_routing(publish, to_stream(stream));
 
     const kernels::AssignRowsParams assign =
@@ -88,29 +78,20 @@ void Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
     const uint64_t call = num_dispatches_ + 1;
     char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
     dispatch_.copied =
-        engine_->copy({at<char>(sent.x), sent.x_stride}, {outbox, buffer_.record_bytes},
-                      sent.row_bytes, begin, sent.num_tokens, calls_->watch().state->rows_copied,
+        engine_->copy({sent.x, sent.x_stride}, {outbox, buffer_.record_bytes}, sent.row_bytes,
+                      begin, sent.num_tokens, calls_->watch().state->rows_copied,
                       flag_value(call, kCopiedSignature), stream);
 }
 
 void Runtime::begin_dispatch(const Sent& sent) {
-    kernels::DispatchParams& p = dispatch_;
-    p = {};
-    p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
-    p.copied = {sent.num_tokens};
-    p.context = context();
-    p.record = record_of(sent, config_.topk);
-    p.tokens = tokens_of(sent);
-    p.slices = layout::SliceLayout::make(sent.row_bytes, config_.slice_bytes);
-    p.ring = layout::move_ring(p.slices, p.record);
-    p.words = at<int32_t>(sent.words);
+    dispatch_ = dispatch_params(context(), sent, config_.slice_bytes);
 }
 
 void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
     kernels::DispatchParams& p = dispatch_;
     p.pulls = true;
     p.num_blocks = config_.num_sms_dispatch;
-    p.rows = rows_of(received);
+    p.received = received;
     kernels::launch_dispatch(p, stream);
     ++num_dispatches_;
 }
@@ -119,7 +100,7 @@ void Runtime::publish_early(const Sent& sent, bool behind_routing, cudaStream_t 
     begin_dispatch(sent);
     dispatch_.behind_routing = behind_routing;
     dispatch_.num_blocks = config_.num_sms_publish;
-    dispatch_.end_parcel = dispatch_.end_parcel * kEarlyEighths / 8;
+    publish_early_parcels(dispatch_);
     kernels::launch_dispatch(dispatch_, stream);
 }
 
@@ -139,8 +120,7 @@ uint64_t Runtime::publish_fresh(const Choices& choices, const NewLayout& layout,
 void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     dispatch_.behind_routing = false;
-    dispatch_.first_parcel = dispatch_.end_parcel;
-    dispatch_.end_parcel = layout::ceil_div(dispatch_.tokens.count, layout::kParcelTokens);
+    publish_rest(dispatch_);
     end_dispatch(received, to_stream(stream));
 }
 
@@ -165,11 +145,10 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     kernels::CombineParams p{};
     p.context = context();
-    p.io = io_of(summed);
+    p.summed = summed;
     p.num_blocks = config_.num_sms_combine;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
-    p.words = at<int32_t>(summed.words);
     kernels::launch_combine(p, to_stream(stream));
 }
 

@@ -34,8 +34,8 @@ class Config:
     own. The torch backend ignores them.
 
     Attributes:
-        num_sms_publish: SMs that copy a rank's tokens into its outbox, where that is a kernel of
-            its own: before the size is known, and across nodes.
+        num_sms_publish: SMs that copy a rank's tokens into its outbox before an exact size is
+            known; all other publishing is done by those of dispatch, beside pulling.
         num_sms_dispatch: SMs that pull tokens from the peers' outboxes into expert rows. With at
             most 32 of them the GPU's copy engine publishes 2,048 tokens and more (with more than 16
             all but the first 512), if all ranks are of one node, the size is not exact and no CUDA

@@ -18,7 +18,8 @@ class PeerError(RuntimeError):
         call: number of the call, counted from 1: among all calls on the Buffer on the torch
             backend, among those of its phase on nvlink.
         channel: whose flag did not come: a CUDA block's, in a dispatch that of 16 tokens, in a
-            combine that of a token; None where the backend has no channels.
+            combine that of a token, across nodes also a slot's; None where the backend has no
+            channels.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH, check_counts
 
 # Config's defaults. 8 x 4 x 8 records of 14 kB are 7 times what 50 GB/s carry in 10 us. Chunks are
-# small because each is one warp's work in every stage of combine, one after another.
+# small so that each stage soon hands on what the next one needs.
 NETWORK_CHANNELS = 8
 NETWORK_CHUNK_TOKENS = 8
 NETWORK_WINDOW_CHUNKS = 4
@@ -25,7 +25,8 @@ class Window:
         chunk_tokens: tokens that share a signal and a credit.
         window_chunks: chunks of a channel under way to a rail peer, at most.
         queue_pairs: of one rank.
-        entries: of a queue in use at once, at most: a put for each token, a signal for each chunk.
+        entries: of a queue in use at once, where all are used alike: a combine has a put and a
+            signal for each token, a dispatch fewer.
         queue_depth: what NVSHMEM_QP_DEPTH must be at least.
     """
 
@@ -59,10 +60,10 @@ def network_window(
         ValueError: the queues would be deeper than a network card has them.
     """
     check_counts(channels=channels, chunk_tokens=chunk_tokens, window_chunks=window_chunks)
-    entries = window_chunks * (chunk_tokens + 1)
+    entries = 2 * window_chunks * chunk_tokens
     if entries > MAX_QUEUE_DEPTH:
         raise ValueError(
-            f"window_chunks * (chunk_tokens + 1) must be at most {MAX_QUEUE_DEPTH}, the deepest "
+            f"2 * window_chunks * chunk_tokens must be at most {MAX_QUEUE_DEPTH}, the deepest "
             f"queue of NVSHMEM's IBGDA, got {entries} (window_chunks={window_chunks}, "
             f"chunk_tokens={chunk_tokens})"
         )

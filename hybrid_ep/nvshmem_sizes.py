@@ -15,7 +15,9 @@ from hybrid_ep.nvlink_sizes import (
     symmetric_regions,
 )
 
-NUM_SLOT_FLAGS = 7  # kinds, Slot of csrc/layout/relay_layout.h
+NUM_SLOT_FLAGS = 5  # kinds, Slot of csrc/layout/relay_layout.h
+
+OWN_WINDOWS = 4  # kOwnWindows
 
 
 def relay_regions(
@@ -58,7 +60,9 @@ def relay_regions(
         scale_bytes=scale_bytes,
     )
     del world["inbox"], world["sum_flags"]  # sums pass through windows
-    window = min(window, -(-max_tokens // chunk_tokens))
+    num_chunks = -(-max_tokens // chunk_tokens)
+    own_window, window = (min(slots, num_chunks) for slots in (OWN_WINDOWS * window, window))
+    push_slots = (num_nodes - 1) * window + own_window
     slots = num_nodes * window
     tokens = slots * chunk_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
@@ -66,12 +70,15 @@ def relay_regions(
     sum_record = round_up(sum_bytes + round_up(4 * topk, 16), 128)
     windows = {
         "relay_window": tokens * round_up(record, 128),
-        "push_window": tokens * ranks_per_node * sum_bytes,
-        "push_values": tokens * topk * 4,
+        "push_window": push_slots * chunk_tokens * ranks_per_node * sum_bytes,
+        "push_values": push_slots * chunk_tokens * topk * 4,
         "outgoing": tokens * sum_record,
         "home_window": tokens * sum_record,
         "slot_flags": NUM_SLOT_FLAGS * slots * ranks_per_node * 8,
-        "channel_flags": (num_nodes + ranks_per_node) * MAX_CHANNELS * 8,
+        "push_free_flags": push_slots * 8,
+        "pushed_flags": num_nodes * max_tokens * ranks_per_node * 8,
+        "summed_flags": num_nodes * max_tokens * 8,
+        "rail_flags": num_nodes * (MAX_CHANNELS + 2) * 8,
     }
     return world | {name: round_up(size, REGION_ALIGN) for name, size in windows.items()}
 

@@ -8,14 +8,19 @@
 #include <nvshmem.h>
 #include <nvshmemx.h>
 
-#include "device/warp_copy.cuh"
 #include "kernels/internode.h"
 
 namespace hybrid_ep::device {
 
 class NvshmemNetwork {
   public:
-    __device__ explicit NvshmemNetwork(const kernels::NodeContext&) {}
+    __device__ explicit NvshmemNetwork(const kernels::NodeContext& context)
+        : uses_mapped_(context.uses_mapped) {}
+
+    // Where a place of a peer's memory is in mine; null where only the network gets there.
+    __device__ void* mapped(void* place, int rank) const {
+        return uses_mapped_ ? nvshmem_ptr(place, rank) : nullptr;
+    }
 
     // The whole block or warp. Returns before the bytes have arrived; `from` is symmetric memory
     // and must not change until the peer has said that it is done with them.
@@ -26,14 +31,7 @@ class NvshmemNetwork {
     // of earlier puts.
     __device__ void put_warp(void* to, const void* from, size_t bytes, int rank, uint64_t* flag,
                              uint64_t value) const {
-        if (void* mapped = nvshmem_ptr(to, rank)) {
-            copy_warp(mapped, from, bytes);  // NVSHMEM's own has one load a lane under way
-            if (flag != nullptr && lane_id() == 0) {
-                __threadfence_system();
-                signal(flag, value, rank);
-            }
-            __syncwarp();
-        } else if (flag == nullptr) {
+        if (flag == nullptr) {
             nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
         } else {
             nvshmemx_putmem_signal_nbi_warp(to, from, bytes, flag, value, NVSHMEM_SIGNAL_SET, rank);
@@ -46,6 +44,9 @@ class NvshmemNetwork {
     __device__ void signal(uint64_t* flag, uint64_t value, int rank) const {
         nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
     }
+
+  private:
+    bool uses_mapped_;
 };
 
 }  // namespace hybrid_ep::device

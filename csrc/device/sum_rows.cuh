@@ -1,7 +1,7 @@
 // Sums of rows: the walk says which rows and where the sum goes.
 //
 //   own rows, sums of others --TMA loads--> slots --add in fp32, in order--> registers
-//   registers --round, ordinary stores--> where the sum goes; a flag says that it has come
+//   registers --round, ordinary stores--> where the sum goes; the herald tells that it has come
 //
 // A slot holds a slice of one term, the adders of a ring keep the slice's sum in registers. A sum
 // starts with its first term (0 + x is not always x), rounds each product before adding it, and is
@@ -23,7 +23,7 @@ constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes
 // none. If there are sums of other ranks, it is rounded and added among them.
 struct Sum {
     char* to;          // null: there is no more
-    uint64_t* flag;    // tells its home that it has come; null: nobody waits
+    uint64_t note;     // for the herald, whom to tell that it has come; 0: nobody
     int num_rows;      // mine
     int num_sums;      // of other ranks
     int place_of_own;  // so many of these come before mine; -1: it is not added
@@ -40,10 +40,10 @@ static_assert(sizeof(TermHeader) == layout::kSumHeaderBytes);
 // A ring's part of shared memory.
 struct SumSmem {
     SlotHandover slots;
-    // Sums with flags, from adders to herald. As many as there are slots: a warp of adders may be
+    // Sums with notes, from adders to herald. As many as there are slots: a warp of adders may be
     // so many sums ahead of another, and with more of them pushers fill the link's queues.
     SlotHandover stored;
-    uint64_t* flag[layout::kMostSlots];  // null: there is no more
+    uint64_t note[layout::kMostSlots];  // 0: there is no more
 
     // One thread, before a barrier of the block.
     __device__ void init(int num_slots) {
@@ -67,7 +67,7 @@ __device__ __forceinline__ void load_terms(Walk& walk, const Slots& slots, SumSm
             const int offset = slice * slices.slice_bytes;
             header.bytes = min(slices.slice_bytes, row_bytes - offset);
             header.sum.to = sum.to + offset;
-            header.sum.flag = slice + 1 == slices.num_slices ? sum.flag : nullptr;
+            header.sum.note = slice + 1 == slices.num_slices ? sum.note : 0;
             for (int i = 0; i < num_slots; ++i) {
                 smem.slots.await_free(turn);
                 if (lane_id() == i) {
@@ -110,7 +110,7 @@ class Adder {
             if (num_sums > 0) add_sums(num_sums, place);
             finish();
         }
-        hand_on(nullptr);
+        hand_on(0);
     }
 
   private:
@@ -200,15 +200,15 @@ class Adder {
         for (int v = 0; v < kVectors; ++v) {
             if (at(v) < bytes_) *reinterpret_cast<uint4*>(to + at(v)) = V::pack(sum_[v]);
         }
-        if (header().sum.flag != nullptr) hand_on(header().sum.flag);
+        if (header().sum.note != 0) hand_on(header().sum.note);
         free_slot();
         turn_.advance(slots_.size());
     }
 
-    __device__ __forceinline__ void hand_on(uint64_t* flag) {
+    __device__ __forceinline__ void hand_on(uint64_t note) {
         if (adder_ == 0) {
             smem_.stored.await_free(stored_);
-            smem_.flag[stored_.at] = flag;
+            smem_.note[stored_.at] = note;
         }
         __syncwarp();
         if (lane_id() == 0) smem_.stored.filled(stored_);
@@ -235,28 +235,27 @@ class Adder {
     float sum_[kVectors][V::kSize];
 };
 
-// One warp: sets the flags of the sums that are stored, as many at once as there are, since a fence
-// for the whole system takes longer than a sum. It sleeps while there is none: polling would take
-// the adders' turns at shared memory. Returns when it set the last, by the GPU's timer; 0: there
-// was none.
-__device__ inline uint64_t announce_sums(SumSmem& smem, int num_slots, uint64_t value) {
+// One warp, the herald: `tell(note)` for the sums that are stored, a lane each (0 in the others),
+// as many at once as there are, since a fence for the whole system takes longer than a sum. It
+// sleeps while there is none: polling would take the adders' turns at shared memory. Returns when
+// it told of the last, by the GPU's timer; 0: there was none.
+template <typename Tell>
+__device__ inline uint64_t announce_sums(SumSmem& smem, int num_slots, Tell tell) {
     uint64_t last_ns = 0;
     int announced = 0;
     for (bool is_end = false; !is_end;) {
         smem.stored.await_filled(Turn::of(announced, num_slots));
         const int stored = smem.stored.num_filled(announced, num_slots);
         ptx::fence_system();
-        bool is_sum = false;
+        uint64_t note = 0;
         if (lane_id() < stored) {
-            const int at = (announced + lane_id()) % num_slots;
-            uint64_t* flag = smem.flag[at];
-            is_sum = flag != nullptr;
-            is_end = !is_sum;
-            if (is_sum) ptx::store_relaxed(flag, value);
-            smem.stored.freed(at);
+            note = smem.note[(announced + lane_id()) % num_slots];
+            is_end = note == 0;
         }
+        tell(note);
+        if (lane_id() < stored) smem.stored.freed((announced + lane_id()) % num_slots);
         announced += stored;
-        if (__any_sync(kAllLanes, is_sum)) last_ns = ptx::global_timer_ns();
+        if (__any_sync(kAllLanes, note != 0)) last_ns = ptx::global_timer_ns();
         is_end = __any_sync(kAllLanes, is_end);
     }
     return last_ns;

@@ -1,7 +1,8 @@
-// Slots of windows: waiting for one to be full or free, and handing it on.
+// Waiting in order, between ranks of several nodes: for slots of windows to be full or free, and
+// for what single tokens need.
 //
-// A slot's flag holds (use << 16) | signature of the call, or, once its writer has given up, whom
-// that one waited for: so the rank that everybody waits for is named by everybody.
+// Whoever waits for what a peer can only give once others have given theirs waits longer, and looks
+// whether that peer has given up: so the rank that everybody waits for is named by everybody.
 #pragma once
 
 #include "device/flag.cuh"
@@ -12,32 +13,47 @@ namespace hybrid_ep::device {
 
 using kernels::NodeContext;
 using layout::Slot;
-using layout::Turn;
 
-constexpr uint64_t kGivenUp = 1ull << 63;
-
-__device__ __forceinline__ uint64_t given_up(int peer) { return kGivenUp | uint64_t(peer) << 16; }
-
-__device__ __forceinline__ bool has_reached(const uint64_t* flag, uint64_t use) {
-    return (ptx::load_acquire(flag) >> 16) >= use;
+__device__ __forceinline__ bool has_reached(const uint64_t* flag, uint64_t count) {
+    return (ptx::load_acquire(flag) >> 16) >= count;
 }
 
 // How long: for what a peer owes by itself, or for what it can only give once others have given
-// theirs. The latter waits longer, so that the rank at fault is named by those who wait for it.
+// theirs.
 enum class Patience : int { kForPeer = 2, kForOthers = 3 };  // halves of the deadline
 
-// A wait for one use of a slot, as far as it needs to be named.
-struct SlotWait {
+// A wait for (flag >> 16) to reach a number.
+struct Wait {
     const uint64_t* flag;
-    Turn turn;
-    uint32_t signature;  // kAnySignature: not looked at
+    uint64_t reached;
+    uint32_t signature;  // kAny: not looked at
+    int window;          // slots, if the flag counts uses of one of them; or kCalls, kReads
+    int channel;         // the slot, or what else tells the flag from others of the peer
     Phase phase;
     int peer;
     uint64_t call;
     Patience patience;
+    const uint64_t* verdict;  // whom the peer waited for in vain; null: it waits for nobody
 
-    static constexpr uint32_t kAnySignature = 0x10000;
+    static constexpr uint32_t kAny = 0x10000;
+    static constexpr int kCalls = 0, kReads = -1;
 };
+
+enum class Look { kNotYet, kThere, kFailed };
+
+// One thread; acquires what was written before the flag was set (for bulk copies of it, add
+// fence_proxy_async).
+__device__ inline Look look(const NodeContext& context, const Wait& wait) {
+    const uint64_t seen = ptx::load_acquire(wait.flag);
+    if ((seen >> 16) < wait.reached) return Look::kNotYet;
+    if (wait.signature == Wait::kAny || (seen >> 16) > wait.reached ||
+        (seen & 0xFFFF) == wait.signature) {
+        return Look::kThere;
+    }
+    report_fault(context.world.watch, FaultKind::kOtherCall, wait.phase, wait.peer, wait.channel,
+                 wait.call, wait.call << 16);
+    return Look::kFailed;
+}
 
 // Keeps the deadline of the waits of a warp or thread; asked between polls.
 class Deadline {
@@ -45,102 +61,96 @@ class Deadline {
     __device__ explicit Deadline(const NodeContext& context) : context_(context) {}
 
     // False: give up, `wait` has been reported or another thread had cause to.
-    __device__ bool go_on(const SlotWait& wait) {
+    __device__ bool go_on(const Wait& wait) {
         if (++polls_ % 64 != 0) return true;
         const Watch& watch = context_.world.watch;
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
-        if (now - start_ <= watch.timeout_ns / 2 * int(wait.patience)) return true;
-        const uint64_t seen = ptx::load_acquire(wait.flag);
-        const uint64_t last = context_.relay.call_of({wait.turn.slot, seen >> 16});
-        report_fault(watch, FaultKind::kTimeout, wait.phase, wait.peer, wait.turn.slot, wait.call,
-                     last << 16);
+        const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
+        const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.patience);
+        if (verdict == 0 && !too_late) return true;
+        const int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
+        report_fault(watch, FaultKind::kTimeout, wait.phase, peer, wait.channel, wait.call,
+                     last_call(wait) << 16);
         return false;
     }
     __device__ void restart() { polls_ = 0, start_ = 0; }
 
   private:
+    // That the flag tells of.
+    __device__ uint64_t last_call(const Wait& wait) const {
+        const uint64_t seen = ptx::load_acquire(wait.flag) >> 16;
+        return wait.window == Wait::kCalls ? seen
+               : wait.window == Wait::kReads
+                   ? wait.call - 1
+                   : context_.relay.call_of({wait.channel, seen}, wait.window);
+    }
+
     const NodeContext& context_;
     uint64_t start_ = 0;
     uint32_t polls_ = 0;
 };
 
-// Waits until the slot's flag has reached the use. Any single thread; acquires what was written
-// before it (for bulk copies of it, add fence_proxy_async). False: give up.
-__device__ inline bool wait_slot(const NodeContext& context, const SlotWait& wait) {
-    Deadline deadline(context);
-    uint64_t seen = ptx::load_acquire(wait.flag);
-    while ((seen >> 16) < wait.turn.use) {
-        if (!deadline.go_on(wait)) return false;
-        seen = ptx::load_acquire(wait.flag);
+// The warp, having given up: rail peers who wait for what comes after raise the same name.
+template <typename Network>
+__device__ void tell_verdict(const NodeContext& context, const Network& network) {
+    if (lane_id() != 0) return;
+    const auto* fault = static_cast<const volatile Fault*>(context.world.watch.fault);
+    while (fault->kind == 0) continue;  // whoever came first is writing it
+    uint64_t* verdict = context.flag_at(context.relay.verdict_flag(context.node));
+    for (int node = 0; node < context.relay.num_nodes; ++node) {
+        if (node == context.node) continue;
+        network.signal(verdict, uint64_t(fault->peer + 1) << 16, context.rail_peer(node));
     }
-    const Watch& watch = context.world.watch;
-    if (seen & kGivenUp) {
-        const int peer = int(seen >> 16 & 0xFFFF);
-        report_fault(watch, FaultKind::kTimeout, wait.phase, peer, wait.turn.slot, wait.call, 0);
-        return false;
-    }
-    if (wait.signature != SlotWait::kAnySignature && (seen >> 16) == wait.turn.use &&
-        (seen & 0xFFFF) != wait.signature) {
-        report_fault(watch, FaultKind::kOtherCall, wait.phase, wait.peer, wait.turn.slot, wait.call,
-                     wait.call << 16);
-        return false;
-    }
-    return true;
 }
 
-// The warp, after a wait in some of its lanes: whether all may go on. What the waits acquired is
-// then visible to all lanes, for bulk copies too.
+// One thread. False: give up.
+__device__ inline bool await(const NodeContext& context, const Wait& wait) {
+    Deadline deadline(context);
+    while (true) {
+        const Look seen = look(context, wait);
+        if (seen != Look::kNotYet) return seen == Look::kThere;
+        if (!deadline.go_on(wait)) return false;
+    }
+}
+
+// The whole warp, after waits in some of its lanes: whether all may go on. What the waits acquired
+// is then visible to all lanes, for bulk copies too.
 __device__ __forceinline__ bool all_lanes(bool good) {
-    good = __all_sync(0xFFFFFFFFu, good);
+    good = __all_sync(kAllLanes, good);
     ptx::fence_proxy_async();
     return good;
 }
 
-// The warp, after its last access to a slot: one flag in mapped memory.
-__device__ __forceinline__ void mark_slot(uint64_t* flag, const Turn& turn, uint32_t signature) {
-    ptx::fence_proxy_async();
-    __syncwarp();
-    if (lane_id() == 0) ptx::store_release(flag, flag_value(turn.use, signature));
-}
-
-// The number of a warp among those of a role's blocks: chunks that follow each other are dealt to
-// other blocks, so to other SMs and queue pairs.
-__device__ __forceinline__ int warp_of_role(int block, int num_blocks) {
-    return warp_id() * num_blocks + block;
+// The whole warp: `use(lanes)` for the lanes that have a wait as soon as it is over, in the order
+// of lanes. So nobody holds back what others need while it waits for what they have. False: give
+// up.
+template <typename Use>
+__device__ bool in_order(const NodeContext& context, bool has_wait, const Wait& wait, Use use) {
+    uint32_t left = __ballot_sync(kAllLanes, has_wait);
+    while (left != 0) {
+        const bool asks = left >> lane_id() & 1;
+        const Look seen = asks ? look(context, wait) : Look::kThere;
+        uint32_t held = __ballot_sync(kAllLanes, seen != Look::kThere);
+        if (held & 1u << (__ffs(left) - 1)) {  // the first one: then nothing can be used
+            bool good = true;
+            if (lane_id() == __ffs(left) - 1) good = await(context, wait);
+            if (!all_lanes(good)) return false;
+            held &= ~(1u << (__ffs(left) - 1));
+        }
+        const uint32_t now = held == 0 ? left : left & ((held & -held) - 1);
+        ptx::fence_proxy_async();
+        use(now);
+        left &= ~now;
+    }
+    return true;
 }
 
 // The n-th (from 0) set bit of a word that has as many.
 __device__ __forceinline__ int nth_bit(uint32_t word, int n) {
     for (; n > 0; --n) word &= word - 1;
     return __ffs(word) - 1;
-}
-
-// The warp: rows of a chunk that `wanted` has a bit for go to the same places of the rail peer's
-// slot, then its flag is set. Rows that follow each other go together.
-template <typename Network>
-__device__ void put_rows(const Network& network, uint32_t wanted, char* to, const char* from,
-                         int stride, int row_bytes, uint64_t* flag, uint64_t value, int rank) {
-    if (wanted == 0) {
-        if (lane_id() == 0) network.signal(flag, value, rank);
-        return;
-    }
-    const bool dense = stride - row_bytes < 128;
-    for (bool first = true; wanted != 0; first = false) {
-        const int begin = __ffs(wanted) - 1;
-        const uint32_t gap = ~(wanted >> begin);
-        const int run = !dense ? 1 : gap == 0 ? kWarp : __ffs(gap) - 1;
-        wanted &= run + begin == kWarp ? (1u << begin) - 1 : ~(((1u << run) - 1) << begin);
-        const int64_t offset = int64_t(begin) * stride,
-                      bytes = int64_t(run - 1) * stride + row_bytes;
-        const bool last = wanted == 0;
-        if (last && !first) {
-            if (lane_id() == 0) network.fence();
-            __syncwarp();
-        }
-        network.put_warp(to + offset, from + offset, bytes, rank, last ? flag : nullptr, value);
-    }
 }
 
 }  // namespace hybrid_ep::device

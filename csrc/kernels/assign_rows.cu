@@ -94,7 +94,7 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
             *reinterpret_cast<volatile int64_t*>(&p.mail->required_rows) = required;
             ptx::store_release(&p.mail->ticket, p.ticket);
         }
-        *p.required_rows = required;
+        *p.layout.required_rows = required;
         handle.header[layout::HandleLayout::kRequiredRows] = required;
         handle.header[layout::HandleLayout::kMayHavePadding] = p.align > 1 || p.max_rows >= 0;
         handle.header[layout::HandleLayout::kNumCopies] = smem.total[experts];
@@ -102,10 +102,10 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
     }
     for (int e = threadIdx.x; e <= experts; e += kThreads) {
         int begin = bounded(p, smem.offsets[e]);
-        handle.offsets[e] = p.offsets[e] = begin;
+        handle.offsets[e] = p.layout.offsets[e] = begin;
         if (e == experts) continue;
         int kept = bounded(p, smem.offsets[e] + smem.total[e]) - begin;
-        handle.counts[e] = p.counts[e] = kept;
+        handle.counts[e] = p.layout.counts[e] = kept;
     }
 }
 
@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
     ptx::let_next_kernel_start();  // it begins with what needs no rows
     const uint64_t epoch = current_epoch(watch.state, Phase::kRoute);
     Smem smem(dynamic_smem, b.num_local_experts);
-    layout::HandleView handle(p.words, p.context.handle);
+    layout::HandleView handle(p.layout.words, p.context.handle);
 
     const int words = 3 * (b.num_local_experts + 1) + b.num_local_experts * kMaskWords;
     for (int i = threadIdx.x; i < words; i += kThreads) smem.before[i] = 0;

@@ -3,40 +3,41 @@
 
 #include "kernels/kernels.h"
 #include "layout/relay_layout.h"
-#include "layout/warp_ring_shape.h"
 
 namespace hybrid_ep::kernels {
 
 // What every kernel of several nodes knows.
 struct NodeContext {
-    Context world;  // of its peers mine alone is set
-    Peers peers;    // of my node, by local rank
+    Context world;  // of all ranks; its peers are those of my node
     Peers rails;    // of all nodes, for a network of plain stores (device/loopback_network.cuh)
     int node, local_rank;
+    bool uses_mapped;  // a rail peer's memory is used where it is mapped; else all is put
     layout::RelayLayout relay;
     layout::RelayHandleLayout kept;
 
     HYBRID_EP_HD int rank_of(int of_node, int of_local_rank) const {
         return of_node * relay.ranks_per_node + of_local_rank;
     }
+    HYBRID_EP_HD layout::PushSlot push_slot(int of_node, uint64_t call, int chunk) const {
+        return relay.push_slot(of_node, node, call, chunk);
+    }
     HYBRID_EP_HD int rail_peer(int of_node) const { return rank_of(of_node, local_rank); }
-    HYBRID_EP_HD char* mine() const { return peers.base[local_rank]; }
+    HYBRID_EP_HD char* mine() const { return world.mine(); }
+    HYBRID_EP_HD char* peer(int of_local_rank) const { return world.peers.base[of_local_rank]; }
     HYBRID_EP_HD char* at(int64_t offset) const { return mine() + offset; }
     HYBRID_EP_HD uint64_t* flag_at(int64_t offset) const {
         return reinterpret_cast<uint64_t*>(at(offset));
     }
     HYBRID_EP_HD uint64_t* peer_flag(int of_local_rank, int64_t offset) const {
-        return reinterpret_cast<uint64_t*>(peers.base[of_local_rank] + offset);
+        return reinterpret_cast<uint64_t*>(peer(of_local_rank) + offset);
     }
 };
 
 struct SpreadRoutingParams {
     NodeContext context;
-    const void* topk_idx;
-    int idx_bytes;
-    int64_t idx_stride;
-    int num_tokens, num_blocks;
-    int32_t* words;
+    Choices choices;
+    int num_blocks;
+    int32_t* words;  // the layout being made
 };
 
 // After assign_rows of the same call: what later calls with this handle must know of the routing.
@@ -46,33 +47,18 @@ struct KeepRoutingParams {
 };
 void launch_keep_routing(const KeepRoutingParams& p, cudaStream_t stream);
 
-struct FillOutboxParams {
-    NodeContext context;
-    layout::RecordLayout record;
-    Tokens tokens;
-    int num_blocks;
-    layout::SliceLayout slices;
-    layout::WarpRingShape ring;
-    int32_t* words;
-};
-void launch_fill_outbox(const FillOutboxParams& p, cudaStream_t stream);
-
 struct RelayRowsParams {
     NodeContext context;
-    layout::RecordLayout record;
-    ExpertRows rows;
-    int num_fill_blocks, num_send_blocks, num_pull_blocks;
-    layout::SliceLayout slices;
-    layout::WarpRingShape ring;
-    int32_t* words;
+    DispatchParams dispatch;  // as on one node; its blocks come first
+    int num_send_blocks;      // 0 where it does not pull
 };
 
 struct RelaySumsParams {
     NodeContext context;
-    CombineIo io;
+    Summed summed;
     int num_push_blocks, num_forward_blocks, num_home_blocks;
-    layout::WarpRingShape ring;
-    int32_t* words;
+    layout::SliceLayout slices;
+    layout::RingShape ring;  // of layout::kSumRings
 };
 
 // The kernels that use a network, one set for each.

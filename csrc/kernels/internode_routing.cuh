@@ -33,13 +33,12 @@ __device__ void spread_chunk(const SpreadRoutingParams& p, const Network& networ
                              const ChunkSmem& smem, int chunk, uint64_t epoch) {
     const NodeContext& c = p.context;
     const auto& b = c.relay.world;
-    const PublishRoutingParams own{c.world,      p.topk_idx,   p.idx_bytes, p.idx_stride,
-                                   p.num_tokens, p.num_blocks, p.words};
+    const PublishRoutingParams own{c.world, p.choices, p.num_blocks, p.words};
     clear_chunk(b, smem);
     sort_tokens(own, smem, chunk, epoch);
     __syncthreads();
-    push_chunk(smem, b, c.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, c.world.rank, chunk,
-               epoch);
+    push_chunk(smem, b, c.world.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, c.world.rank,
+               chunk, epoch);
     __threadfence_system();  // the network reads what this block has just written
     __syncthreads();
     const int bytes = kChunkTokens * b.topk * 2;
@@ -92,8 +91,8 @@ __device__ inline bool relay_chunks(const SpreadRoutingParams& p, const ChunkSme
                         int64_t(chunk) * kChunkTokens * b.topk;
         clear_chunk(b, smem);
         count_chunk(b, smem, experts);
-        push_chunk(smem, b, c.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, source, chunk,
-                   epoch);
+        push_chunk(smem, b, c.world.peers, c.rank_of(c.node, 0), c.relay.ranks_per_node, source,
+                   chunk, epoch);
         __syncthreads();
     }
     signal_node(c, source, epoch);
@@ -128,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     }
     if (threadIdx.x == 0) {
         signal_rail_peers(c, network, epoch);
-        if (blockIdx.x == 0) p.words[layout::HandleLayout::kNumTokens] = p.num_tokens;
+        if (blockIdx.x == 0) p.words[layout::HandleLayout::kNumTokens] = p.choices.num_tokens;
     }
     signal_node(c, c.world.rank, epoch);
     publishing.stop(Span::kPublishRouting, epoch);

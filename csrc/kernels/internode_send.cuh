@@ -1,132 +1,281 @@
-// The half of dispatch over several nodes that uses the network: tokens out, credits back.
+// The part of dispatch over several nodes that uses the network: tokens out, credits back.
 //
 //   my outbox --put, a chunk at a time, when its slot is free--> relay window of a rail peer
-//   relay window, consumed by all ranks of my node --credit--> the rail peer that sent
+//   relay window, read by all ranks of my node --credit--> the rail peer that sent
 //
 // Neither waits for the other: a warp does whichever can be done.
 #pragma once
 
 #include "device/trace.cuh"
+#include "device/warp_copy.cuh"
 #include "device/window.cuh"
+#include "kernels/dispatch_block.cuh"
 
 namespace hybrid_ep::kernels::internode {
 
 using namespace device;
 
-// The walk of a warp over (chunk, other node), chunk after chunk.
-struct RailCursor {
-    int at, stride, others, node, num_nodes;
+// Rows of a chunk on their way into the same places of the rail peer's slot, whose flag then says
+// so. Of a row, `row_bytes` matter.
+struct RowsOut {
+    uint32_t wanted;  // the places that have a row to go
+    char* to;         // by its place in my memory
+    const char* from;
+    int stride, row_bytes;
+    uint64_t* flag;
+    uint64_t value;
+    int rank;
 
-    __device__ bool done(int num_chunks) const { return at >= num_chunks * others; }
-    __device__ int chunk() const { return at / others; }
-    __device__ int to() const { return (node + 1 + at % others) % num_nodes; }
-    __device__ void advance() { at += stride; }
+    // The next rows that follow each other, as one piece: its offset and bytes.
+    __device__ void take_run(int64_t& offset, int64_t& bytes) {
+        const int begin = __ffs(wanted) - 1;
+        const uint32_t gap = ~(wanted >> begin);
+        const bool dense = stride - row_bytes < 128;  // what lies between them goes along
+        const int run = !dense ? 1 : gap == 0 ? kWarp : __ffs(gap) - 1;
+        wanted &= run + begin == kWarp ? (1u << begin) - 1 : ~(((1u << run) - 1) << begin);
+        offset = int64_t(begin) * stride;
+        bytes = int64_t(run - 1) * stride + row_bytes;
+    }
+};
+
+// The warp, through the network.
+template <typename Network>
+__device__ void put_rows(const Network& network, RowsOut rows) {
+    if (rows.wanted == 0) {
+        if (lane_id() == 0) network.signal(rows.flag, rows.value, rows.rank);
+        return;
+    }
+    for (bool first = true; rows.wanted != 0; first = false) {
+        int64_t offset, bytes;
+        rows.take_run(offset, bytes);
+        const bool last = rows.wanted == 0;
+        if (last && !first) {
+            if (lane_id() == 0) network.fence();
+            __syncwarp();
+        }
+        network.put_warp(rows.to + offset, rows.from + offset, bytes, rows.rank,
+                         last ? rows.flag : nullptr, rows.value);
+    }
+}
+
+// The warp, into memory that is mapped at `to` and `flag`.
+__device__ inline void copy_rows(BulkCopier& copier, RowsOut rows, char* to, uint64_t* flag) {
+    if (lane_id() == 0) {
+        ptx::fence_proxy_async();  // the rows were written by ordinary stores
+        while (rows.wanted != 0) {
+            int64_t offset, bytes;
+            rows.take_run(offset, bytes);
+            copier.copy(to + offset, rows.from + offset, bytes);
+        }
+        ptx::bulk_wait_written<0>();
+        ptx::fence_proxy_async();
+        ptx::store_release(flag, rows.value);
+    }
+    __syncwarp();
+}
+
+// A chunk on its way to another node, or from one: every warp walks over some of both.
+struct RailChunk {
+    int node, chunk;
+    layout::SlotUse at;
+    uint32_t tokens;  // going out: those that the node needs
+    int expected;     // coming in, in lane r: tokens that reader r has a copy of
 };
 
 template <typename Network>
-struct SendChunks {
-    const RelayRowsParams& p;
-    const NodeContext& c;
-    Network network;
-    uint64_t call;
-
-    __device__ SlotWait credit(const RailCursor& cursor) const {
-        const Turn turn = c.relay.turn(call, cursor.chunk());
-        return {c.flag_at(c.relay.flag(Slot::kCredit, cursor.to(), turn.slot)),
-                {turn.slot, turn.use - 1},
-                SlotWait::kAnySignature,
-                Phase::kDispatch,
-                c.rail_peer(cursor.to()),
-                call,
-                Patience::kForOthers};
-    }
-
-    // The first reader of my node that has not consumed the chunk of a rail peer; -1: all have.
-    __device__ int first_reader(const RailCursor& cursor) const {
-        const Turn turn = c.relay.turn(call, cursor.chunk());
-        bool reads = false;
-        if (lane_id() < c.relay.ranks_per_node) {
-            reads = !has_reached(
-                c.flag_at(c.relay.flag(Slot::kConsumed, cursor.to(), turn.slot, lane_id())),
-                turn.use);
-        }
-        return __ffs(__ballot_sync(0xFFFFFFFFu, reads)) - 1;
-    }
-
-    __device__ SlotWait consumption(const RailCursor& cursor, int reader) const {
-        const Turn turn = c.relay.turn(call, cursor.chunk());
-        return {c.flag_at(c.relay.flag(Slot::kConsumed, cursor.to(), turn.slot, reader)),
-                turn,
-                SlotWait::kAnySignature,
-                Phase::kDispatch,
-                c.rank_of(c.node, reader),
-                call,
-                Patience::kForOthers};
-    }
-
-    __device__ void send(const RailCursor& cursor) const {
-        const auto& b = c.relay.world;
-        const int first = cursor.chunk() * c.relay.chunk_tokens, token = first + lane_id();
-        bool wanted = false;
-        if (lane_id() < c.relay.chunk_tokens && token < b.max_tokens) {
-            const int begin = c.rank_of(cursor.to(), 0) * b.num_local_experts,
-                      end = begin + c.relay.ranks_per_node * b.num_local_experts;
-            const int16_t* experts = c.kept.experts_of(p.words, token);
-            for (int i = 0; i < b.topk; ++i) wanted |= experts[i] >= begin && experts[i] < end;
-        }
-        const Turn turn = c.relay.turn(call, cursor.chunk());
-        put_rows(network, __ballot_sync(0xFFFFFFFFu, wanted),
-                 c.at(c.relay.relay_record(c.node, turn.slot, 0)), c.at(b.record(call, first)),
-                 b.record_bytes, p.record.bytes(),
-                 c.flag_at(c.relay.flag(Slot::kArrived, c.node, turn.slot)),
-                 flag_value(turn.use, p.record.signature()), c.rail_peer(cursor.to()));
-    }
-
-    __device__ void give_credit(const RailCursor& cursor) const {
-        const Turn turn = c.relay.turn(call, cursor.chunk());
-        if (lane_id() != 0) return;
-        network.signal(c.flag_at(c.relay.flag(Slot::kCredit, c.node, turn.slot)),
-                       flag_value(turn.use, 0), c.rail_peer(cursor.to()));
-    }
+class SendChunks {
+  public:
+    __device__ SendChunks(const RelayRowsParams& p, char* smem, uint64_t call)
+        : p_(p), c_(p.context), network_(p.context), copier_(smem), call_(call) {}
 
     // The whole warp: sends its chunks and gives credit for as many, whatever can go first.
-    __device__ void run(int warp, int num_warps) const {
-        const int chunks = c.relay.num_chunks;
-        RailCursor sending{warp, num_warps, c.relay.num_nodes - 1, c.node, c.relay.num_nodes};
-        RailCursor freeing = sending;
-        Deadline deadline(c);
-        while (!sending.done(chunks) || !freeing.done(chunks)) {
+    __device__ void run(int warp, int num_warps) {
+        if (!move_all(warp, num_warps)) tell_verdict(c_, network_);
+    }
+
+  private:
+    // False: give up.
+    __device__ bool move_all(int warp, int num_warps) {
+        const int end = c_.relay.num_chunks * (c_.relay.num_nodes - 1);
+        int sending = warp, freeing = warp;
+        RailChunk out{}, in{};
+        if (warp < end) out = outgoing(warp), in = incoming(warp);
+        Deadline deadline(c_);
+        while (sending < end || freeing < end) {
             bool moved = false;
-            if (!sending.done(chunks)) {
-                const SlotWait wait = credit(sending);
-                moved = __all_sync(0xFFFFFFFFu, has_reached(wait.flag, wait.turn.use));
-                if (moved) {
-                    send(sending);
-                    sending.advance();
-                } else if (!__all_sync(0xFFFFFFFFu, deadline.go_on(wait))) {
-                    return;
+            if (sending < end) {
+                const Wait wait = credit(out);
+                if (all_reached(wait) && is_published(out)) {
+                    send(out);
+                    sending += num_warps;
+                    if (sending < end) out = outgoing(sending);
+                    moved = true;
+                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
+                    return false;
                 }
             }
-            if (!freeing.done(chunks)) {
-                const int reader = first_reader(freeing);
-                if (reader < 0) {
-                    give_credit(freeing);
-                    freeing.advance();
+            if (freeing < end) {
+                const Wait wait = first_wait(in);
+                if (wait.flag == nullptr) {
+                    give_credit(in);
+                    freeing += num_warps;
+                    if (freeing < end) in = incoming(freeing);
                     moved = true;
-                } else if (!__all_sync(0xFFFFFFFFu, deadline.go_on(consumption(freeing, reader)))) {
-                    return;
+                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
+                    return false;
                 }
             }
             if (moved) deadline.restart();
         }
+        return true;
     }
+
+    // The n-th of the walk, chunk after chunk.
+    __device__ RailChunk nth(int n) const {
+        const int others = c_.relay.num_nodes - 1, chunk = n / others;
+        return {(c_.node + 1 + n % others) % c_.relay.num_nodes, chunk,
+                c_.relay.slot_use(call_, chunk), 0, 0};
+    }
+    __device__ int token_of(const RailChunk& chunk) const {
+        return chunk.chunk * c_.relay.chunk_tokens + lane_id();
+    }
+    __device__ bool has_token(const RailChunk& chunk) const {
+        return lane_id() < c_.relay.chunk_tokens && token_of(chunk) < c_.relay.world.max_tokens;
+    }
+
+    __device__ RailChunk outgoing(int n) const {
+        RailChunk chunk = nth(n);
+        const auto& b = c_.relay.world;
+        bool wanted = false;
+        if (has_token(chunk)) {
+            const int begin = c_.rank_of(chunk.node, 0) * b.num_local_experts,
+                      end = begin + c_.relay.ranks_per_node * b.num_local_experts;
+            const int16_t* experts = c_.kept.experts_of(p_.dispatch.sent.words, token_of(chunk));
+            for (int i = 0; i < b.topk; ++i) wanted |= experts[i] >= begin && experts[i] < end;
+        }
+        chunk.tokens = __ballot_sync(kAllLanes, wanted);
+        return chunk;
+    }
+
+    __device__ RailChunk incoming(int n) const {
+        RailChunk chunk = nth(n);
+        const uint32_t readers = has_token(chunk) ? c_.kept.readers_of(p_.dispatch.sent.words,
+                                                                       chunk.node)[token_of(chunk)]
+                                                  : 0;
+        for (int reader = 0; reader < c_.relay.ranks_per_node; ++reader) {
+            const int count = __popc(__ballot_sync(kAllLanes, readers >> reader & 1));
+            if (lane_id() == reader) chunk.expected = count;
+        }
+        return chunk;
+    }
+
+    // ---- out
+
+    __device__ Wait credit(const RailChunk& out) const {
+        return {c_.flag_at(c_.relay.flag(Slot::kCredit, out.node, out.at.slot)),
+                out.at.use - 1,
+                Wait::kAny,
+                c_.relay.window,
+                out.at.slot,
+                Phase::kDispatch,
+                c_.rail_peer(out.node),
+                call_,
+                Patience::kForOthers,
+                c_.flag_at(c_.relay.verdict_flag(out.node))};
+    }
+    __device__ bool all_reached(const Wait& wait) const {
+        return __all_sync(kAllLanes, has_reached(wait.flag, wait.reached));
+    }
+    // By the blocks beside.
+    __device__ bool is_published(const RailChunk& out) const {
+        bool published = true;
+        if (out.tokens >> lane_id() & 1) {
+            published = has_reached(
+                flag_in(p_.dispatch, c_.local_rank, c_.world.rank, token_of(out) / kParcelTokens),
+                call_);
+        }
+        published = __all_sync(kAllLanes, published);
+        __syncwarp();
+        return published;
+    }
+    __device__ void send(const RailChunk& out) {
+        const auto& b = c_.relay.world;
+        const auto& record = p_.dispatch.record;
+        const RowsOut rows{out.tokens,
+                           c_.at(c_.relay.relay_record(c_.node, out.at.slot, 0)),
+                           c_.at(b.record(call_, out.chunk * c_.relay.chunk_tokens)),
+                           b.record_bytes,
+                           record.bytes(),
+                           c_.flag_at(c_.relay.flag(Slot::kArrived, c_.node, out.at.slot)),
+                           flag_value(out.at.use, record.signature()),
+                           c_.rail_peer(out.node)};
+        if (void* to = network_.mapped(rows.to, rows.rank)) {
+            void* flag = network_.mapped(rows.flag, rows.rank);
+            copy_rows(copier_, rows, static_cast<char*>(to), static_cast<uint64_t*>(flag));
+        } else {
+            put_rows(network_, rows);
+        }
+    }
+
+    // ---- in
+
+    __device__ uint64_t* reads(const RailChunk& in, int reader) const {
+        return c_.flag_at(c_.relay.flag(Slot::kReads, in.node, in.at.slot, reader));
+    }
+    // The first wait before the credit for a chunk; without a flag: there is none left.
+    __device__ Wait first_wait(const RailChunk& in) const {
+        Wait wait{c_.flag_at(c_.relay.flag(Slot::kArrived, in.node, in.at.slot)),
+                  in.at.use,
+                  Wait::kAny,
+                  c_.relay.window,
+                  in.at.slot,
+                  Phase::kDispatch,
+                  c_.rail_peer(in.node),
+                  call_,
+                  Patience::kForOthers,
+                  c_.flag_at(c_.relay.verdict_flag(in.node))};
+        if (!all_reached(wait)) return wait;
+        const bool reads_yet =
+            in.expected > 0 && !has_reached(reads(in, lane_id()), uint64_t(in.expected));
+        const int reader = __ffs(__ballot_sync(kAllLanes, reads_yet)) - 1;
+        if (reader < 0) return {};
+        wait.flag = reads(in, reader);
+        wait.window = Wait::kReads;
+        wait.peer = c_.rank_of(c_.node, reader);
+        wait.verdict = nullptr;
+        return wait;
+    }
+    // Nobody counts reads between the last one of this use and the credit for the next.
+    __device__ void give_credit(const RailChunk& in) const {
+        if (in.expected > 0) *reads(in, lane_id()) = 0;
+        __threadfence_system();
+        __syncwarp();
+        if (lane_id() != 0) return;
+        network_.signal(c_.flag_at(c_.relay.flag(Slot::kCredit, c_.node, in.at.slot)),
+                        flag_value(in.at.use, 0), c_.rail_peer(in.node));
+    }
+
+    const RelayRowsParams& p_;
+    const NodeContext& c_;
+    Network network_;
+    BulkCopier copier_;
+    uint64_t call_;
 };
 
+// Of dynamic shared memory.
+constexpr int kSendSmemBytes = kDispatchWarps * BulkCopier::kSmemBytes + layout::kSlotAlign;
+
+// The whole block. Chunks that follow each other are dealt to other blocks, so to other SMs and
+// queue pairs.
 template <typename Network>
-__device__ void send_chunks(const RelayRowsParams& p, uint64_t call) {
+__device__ void send_chunks(const RelayRowsParams& p, char* smem, uint64_t call) {
+    if (has_fault(p.context.world.watch.state)) return;
     const Stopwatch sending(p.context.world.trace);
-    const SendChunks<Network> role{p, p.context, Network(p.context), call};
-    role.run(warp_of_role(blockIdx.x, p.num_send_blocks), p.num_send_blocks * warps_per_block());
+    const int block = blockIdx.x - p.dispatch.num_blocks;
+    smem +=
+        (-ptx::smem_address(smem) & (layout::kSlotAlign - 1)) + warp_id() * BulkCopier::kSmemBytes;
+    SendChunks<Network>(p, smem, call)
+        .run(warp_id() * p.num_send_blocks + block, p.num_send_blocks * warps_per_block());
     sending.stop(Span::kSendRows, call);
 }
 

@@ -32,13 +32,14 @@ __device__ __forceinline__ bool publishes(const DispatchParams& p) {
     return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
 }
 
-__device__ uint64_t* flag_in(const DispatchParams& p, int owner, int source, int channel) {
-    return reinterpret_cast<uint64_t*>(p.context.peers.base[owner] +
+// In the memory of a rank of my node, named by its local rank.
+__device__ inline uint64_t* flag_in(const DispatchParams& p, int peer, int source, int channel) {
+    return reinterpret_cast<uint64_t*>(p.context.peers.base[peer] +
                                        p.context.buffer.flag(Phase::kDispatch, source, channel));
 }
 
 // The whole warp.
-__device__ void copy_row(char* to, const char* from, int bytes) {
+__device__ inline void copy_row(char* to, const char* from, int bytes) {
     const int count = bytes / 16;
     auto* target = reinterpret_cast<uint4*>(to);
     auto* source = reinterpret_cast<const uint4*>(from);
@@ -56,36 +57,36 @@ __device__ void copy_row(char* to, const char* from, int bytes) {
 }
 
 // The rows of a parcel that are those of one of the writers.
-__device__ void write_rows(const DispatchParams& p, const layout::HandleView& handle, int writer,
-                           int num_writers, int parcel, uint64_t epoch) {
+__device__ inline void write_rows(const DispatchParams& p, const layout::HandleView& handle,
+                                  int writer, int num_writers, int parcel, uint64_t epoch) {
     const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
-    const bool travels =
-        lane_id() < kParcelTokens && token < p.tokens.count && __ldg(&handle.num_others[token]) > 0;
+    const bool travels = lane_id() < kParcelTokens && token < p.sent.num_tokens &&
+                         __ldg(&handle.num_others[token]) > 0;
     uint32_t left = __ballot_sync(kAllLanes, travels);
     for (int turn = 0; left != 0; ++turn, left &= left - 1) {
         if (turn % num_writers != writer) continue;
         const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
-        copy_row(p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, mine),
-                 p.tokens.x + mine * p.tokens.x_stride, p.record.row_bytes);
+        copy_row(p.context.mine() + p.context.buffer.record(epoch, mine),
+                 p.sent.x + mine * p.sent.x_stride, p.record.row_bytes);
     }
 }
 
 // The writers' part of a parcel's trailers: scales as they are; weights by place (the order of the
 // token's distinct experts), those of repeated experts added, as the peers' rows refer to them.
-__device__ void write_trailers(const DispatchParams& p, const layout::HandleView& handle,
-                               int writer, int num_writers, int parcel, uint64_t epoch) {
+__device__ inline void write_trailers(const DispatchParams& p, const layout::HandleView& handle,
+                                      int writer, int num_writers, int parcel, uint64_t epoch) {
     const int64_t first = int64_t(parcel) * kParcelTokens;
-    const int count = int(min(int64_t(kParcelTokens), p.tokens.count - first));
+    const int count = int(min(int64_t(kParcelTokens), p.sent.num_tokens - first));
     const int64_t record_bytes = p.context.buffer.record_bytes;
-    char* trailers = p.context.peers.base[p.context.rank] + p.context.buffer.record(epoch, first) +
-                     p.record.scales_offset();
+    char* trailers =
+        p.context.mine() + p.context.buffer.record(epoch, first) + p.record.scales_offset();
 
-    const bool wide = p.record.scale_bytes % 4 == 0 && p.tokens.scales_stride % 4 == 0;
+    const bool wide = p.record.scale_bytes % 4 == 0 && p.sent.scales_stride % 4 == 0;
     const int step = wide ? 4 : 1, units = p.record.scale_bytes / step;
 #pragma unroll 4
     for (int i = writer * kWarp + lane_id(); i < count * units; i += num_writers * kWarp) {
         const int in_parcel = i / units, at = (i - in_parcel * units) * step;
-        const char* from = p.tokens.scales + (first + in_parcel) * p.tokens.scales_stride + at;
+        const char* from = p.sent.scales + (first + in_parcel) * p.sent.scales_stride + at;
         char* to = trailers + in_parcel * record_bytes + at;
         if (wide) {
             *reinterpret_cast<int*>(to) = __ldg(reinterpret_cast<const int*>(from));
@@ -102,7 +103,7 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
         const int64_t token = first + in_parcel;
         const bool active = group < per_step && in_parcel < count;
         const float weight =
-            active ? __ldg(&p.tokens.weights[token * p.tokens.weights_stride + slot]) : 0.f;
+            active ? __ldg(&p.sent.weights[token * p.sent.weights_stride + slot]) : 0.f;
         const int place = active ? handle.places[token * topk + slot] : -1;
         float sum = 0.f;
         for (int j = 0; j < topk; ++j) {
@@ -117,10 +118,11 @@ __device__ void write_trailers(const DispatchParams& p, const layout::HandleView
     }
 }
 
-__device__ void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
-                              PublishSmem& smem, int writer, int num_writers, uint64_t epoch) {
+__device__ inline void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
+                                     PublishSmem& smem, int writer, int num_writers,
+                                     uint64_t epoch) {
     Turn turn;
-    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += gridDim.x) {
+    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += p.num_blocks) {
         smem.parcels.await_free(turn);
         if (parcel * kParcelTokens < p.copied.begin)
             write_rows(p, handle, writer, num_writers, parcel, epoch);
@@ -161,11 +163,12 @@ class CopiedRows {
 
 // The block's parcels in turn, as many at once as are written: a fence for the whole system takes
 // longer than writing a parcel. It sleeps while there is none.
-__device__ void announce_parcels(const DispatchParams& p, PublishSmem& smem, uint64_t epoch) {
+__device__ inline void announce_parcels(const DispatchParams& p, PublishSmem& smem,
+                                        uint64_t epoch) {
     const Stopwatch publishing(p.context.trace);
-    const auto& b = p.context.buffer;
+    const int peers = p.context.num_peers;
     const uint64_t value = flag_value(epoch, p.record.signature());
-    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * int(gridDim.x); };
+    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * p.num_blocks; };
     CopiedRows copied(p, epoch);
     int announced = 0;
     while (parcel(announced) < p.end_parcel) {
@@ -174,8 +177,8 @@ __device__ void announce_parcels(const DispatchParams& p, PublishSmem& smem, uin
         int ready = smem.parcels.num_filled(announced, PublishSmem::kParcels);
         while (good && parcel(announced + ready - 1) >= copied.end_parcel()) --ready;
         ptx::fence_system();
-        for (int i = lane_id(); i < ready * b.num_ranks; i += kWarp) {
-            const int peer = i % b.num_ranks, at = parcel(announced + i / b.num_ranks);
+        for (int i = lane_id(); i < ready * peers; i += kWarp) {
+            const int peer = i % peers, at = parcel(announced + i / peers);
             if (good) ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
         if (lane_id() < ready) smem.parcels.freed((announced + lane_id()) % PublishSmem::kParcels);

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     }
     if (blockIdx.x == 0 && threadIdx.x == 0) {
         layout::HandleView handle(p.words, p.context.handle);
-        handle.header[layout::HandleLayout::kNumTokens] = p.num_tokens;
+        handle.header[layout::HandleLayout::kNumTokens] = p.choices.num_tokens;
     }
     signal_all_ranks(p.context.peers, b, Phase::kRoute, p.context.rank, blockIdx.x, epoch,
                      b.topk & 0xFFFF);

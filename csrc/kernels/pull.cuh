@@ -1,12 +1,13 @@
 // Pulling, a part of dispatch.cu: every copy that is mine lands in all its rows.
 //
-//   copies of the layout --look up, await their parcels--> jobs                            walker
-//   job: outbox record of the source --TMA load over NVLink--> slot                       loader
+//   copies of the layout --look up, await their records--> jobs                            walker
+//   job: record --TMA load over NVLink--> slot                                            loader
 //   job: slot --TMA stores--> rows[row_i]                                                 storer
 //   job: trailer in the slot --ordinary stores--> weights[row_i], scales[row_i]         spreader
+//
+// Where the record is one of a window, the spreader counts that it has been read.
 #pragma once
 
-#include "device/copy_walk.cuh"
 #include "device/ring.cuh"
 #include "kernels/publish.cuh"
 
@@ -16,12 +17,15 @@ constexpr int kJobs = 32;      // looked up and not stored yet
 constexpr int kUsers = 2;      // of a job and its slot: storer and spreader
 constexpr int kSlotsRead = 4;  // the newest slots, which stores may still be reading
 
+constexpr uint64_t kOneRead = 1ull << 16;  // counts lie where flags have the number of the call
+
 // A slice of a copy: what to load, and where to store it.
 struct Job {
     static constexpr int kEnd = -1;
 
     const char* from;
     const char* trailer;  // where it is if not behind the slice
+    uint64_t* reads;      // counts that the copy has been read; null: nobody wants to know
     int offset, bytes;    // of the slice in its row
     int trailer_bytes;    // the last slice brings the trailer
     int num_rows;         // kEnd: there is no more
@@ -36,77 +40,63 @@ struct PullSmem {
     bool failed;  // a peer did not come: the call stays open
 };
 
-// Takes the next copies, a lane each, waits until they are announced, and lists their slices.
-class Walker {
-  public:
-    __device__ Walker(const DispatchParams& p, const layout::HandleView& handle, PullSmem& smem,
-                      uint64_t epoch)
-        : p_(p),
-          handle_(handle),
-          smem_(smem),
-          epoch_(epoch),
-          walk_(handle, p.context.buffer.num_ranks, p.context.rank, p.context.buffer.num_ranks,
-                &p.context.watch.state->steps_taken, gridDim.x,
-                max(kJobs / 2 / p.slices.num_slices, 1)) {}
+// A copy, as a walker has found it.
+struct FoundCopy {
+    layout::Copy copy;
+    const int32_t* rows;  // [copy.num_rows]
+    const char* record;   // of the token, readable
+    bool is_mine;         // a token of this rank
+    uint64_t* reads;      // counts who has read the record; null: nobody wants to know
+};
 
-    __device__ void run() {
-        CopyWalk::Taken mine;
-        while (walk_.take(mine)) {
-            const bool has_copy = mine.valid && mine.copy.num_rows > 0;
-            if (!await_announced(has_copy, mine)) break;
-            const uint32_t have = __ballot_sync(kAllLanes, has_copy);
-            if (has_copy) {
-                const int before = __popc(have & lanes_below()) * p_.slices.num_slices;
-                for (int i = 0; i < p_.slices.num_slices; ++i)
-                    list(mine, i, next_job_ + before + i);
-            }
-            next_job_ += __popc(have) * p_.slices.num_slices;
-            __syncwarp();
+// The walker's side of the jobs.
+class JobList {
+  public:
+    __device__ JobList(const DispatchParams& p, const layout::HandleView& handle, PullSmem& smem)
+        : p_(p), handle_(handle), smem_(smem) {}
+
+    // At a time, for all lanes: more would not leave room for what is being moved.
+    static __device__ int most_copies(const DispatchParams& p) {
+        return max(kJobs / 2 / p.slices.num_slices, 1);
+    }
+
+    // The whole warp: the copies of those lanes that have one, slice by slice.
+    __device__ void add(bool has_copy, const FoundCopy& found) {
+        const uint32_t have = __ballot_sync(kAllLanes, has_copy);
+        if (has_copy) {
+            const int first = num_jobs_ + __popc(have & lanes_below()) * p_.slices.num_slices;
+            for (int i = 0; i < p_.slices.num_slices; ++i) add_slice(found, i, first + i);
         }
-        if (lane_id() == 0) {
-            begin_job(next_job_).num_rows = Job::kEnd;
-            smem_.jobs.filled(turn(next_job_));
-        }
+        num_jobs_ += __popc(have) * p_.slices.num_slices;
+        __syncwarp();
+    }
+
+    __device__ void end() {
+        if (lane_id() != 0) return;
+        begin_job(num_jobs_).num_rows = Job::kEnd;
+        smem_.jobs.filled(turn(num_jobs_));
     }
 
   private:
-    __device__ bool await_announced(bool has_copy, const CopyWalk::Taken& mine) {
-        const Stopwatch waiting(p_.context.trace);
-        bool good = true;
-        if (has_copy && publishes(p_)) {
-            const int parcel = mine.copy.token / kParcelTokens;
-            const uint64_t* flag = flag_in(p_, p_.context.rank, mine.source, parcel);
-            good = wait_flag(flag, epoch_, p_.record.signature(), p_.context.watch,
-                             Phase::kDispatch, mine.source, parcel);
-            ptx::fence_proxy_async();
-        }
-        good = __all_sync(kAllLanes, good);
-        if (lane_id() == 0) {
-            if (!good) smem_.failed = true;
-            waiting.note(Span::kAwaitRows, epoch_);
-        }
-        return good;
-    }
-
     // One lane.
-    __device__ void list(const CopyWalk::Taken& mine, int slice, int at) {
-        const layout::Copy& copy = mine.copy;
+    __device__ void add_slice(const FoundCopy& found, int slice, int at) {
+        const layout::Copy& copy = found.copy;
         const int offset = slice * p_.slices.slice_bytes;
+        const bool is_last = slice + 1 == p_.slices.num_slices;
         // my own token that goes to nobody else is not in the outbox, but its trailer is
-        const bool from_x =
-            mine.source == p_.context.rank && __ldg(&handle_.num_others[copy.token]) == 0;
-        const char* record =
-            p_.context.peers.base[mine.source] + p_.context.buffer.record(epoch_, copy.token);
+        const bool from_x = found.is_mine && __ldg(&handle_.num_others[copy.token]) == 0;
+        const char* x = p_.sent.x + copy.token * p_.sent.x_stride;
         Job& job = begin_job(at);
-        job.from = (from_x ? p_.tokens.x + copy.token * p_.tokens.x_stride : record) + offset;
-        job.trailer = from_x ? record + p_.record.row_bytes : nullptr;
+        job.from = (from_x ? x : found.record) + offset;
+        job.trailer = from_x ? found.record + p_.record.row_bytes : nullptr;
+        job.reads = is_last ? found.reads : nullptr;
         job.offset = offset;
         job.bytes = min(p_.slices.slice_bytes, p_.record.row_bytes - offset);
-        job.trailer_bytes = slice + 1 == p_.slices.num_slices ? p_.record.trailer_bytes() : 0;
+        job.trailer_bytes = is_last ? p_.record.trailer_bytes() : 0;
         job.num_rows = copy.num_rows;
         job.first_place = copy.first_place;
 #pragma unroll 8
-        for (int i = 0; i < copy.num_rows; ++i) job.row[i] = __ldg(&mine.rows[i]);
+        for (int i = 0; i < copy.num_rows; ++i) job.row[i] = __ldg(&found.rows[i]);
         smem_.jobs.filled(turn(at));
     }
 
@@ -119,13 +109,11 @@ class Walker {
     const DispatchParams& p_;
     const layout::HandleView& handle_;
     PullSmem& smem_;
-    uint64_t epoch_;
-    CopyWalk walk_;
-    int next_job_ = 0;
+    int num_jobs_ = 0;
 };
 
 // One thread.
-__device__ void load_slices(const Slots& slots, PullSmem& smem) {
+__device__ inline void load_slices(const Slots& slots, PullSmem& smem) {
     Turn at, slot;
     while (true) {
         smem.jobs.await_filled(at);
@@ -153,17 +141,18 @@ __device__ __forceinline__ void spread_scales(const DispatchParams& p, const Job
     for (int at = lane_id(); at < count; at += kWarp) {
         const Unit unit = reinterpret_cast<const Unit*>(trailer)[at];
         for (int i = 0; i < job.num_rows; ++i) {
-            char* to = p.rows.scales + int64_t(job.row[i]) * p.record.scale_bytes;
+            char* to = p.received.scales + int64_t(job.row[i]) * p.record.scale_bytes;
             reinterpret_cast<Unit*>(to)[at] = unit;
         }
     }
 }
 
-__device__ void spread_trailer(const DispatchParams& p, const Job& job, const char* trailer) {
+__device__ inline void spread_trailer(const DispatchParams& p, const Job& job,
+                                      const char* trailer) {
     if (p.record.weight_bytes > 0 && lane_id() < job.num_rows) {
         auto* weights = reinterpret_cast<const float*>(trailer + p.record.weights_offset() -
                                                        p.record.scales_offset());
-        p.rows.weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
+        p.received.weights[job.row[lane_id()]] = weights[job.first_place + lane_id()];
     }
     const int scale_bytes = p.record.scale_bytes;
     if (scale_bytes % int(sizeof(uint4)) == 0) {
@@ -176,7 +165,7 @@ __device__ void spread_trailer(const DispatchParams& p, const Job& job, const ch
 }
 
 // The whole warp.
-__device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSmem& smem) {
+__device__ inline void store_slices(const DispatchParams& p, const Slots& slots, PullSmem& smem) {
     Turn at, slot, oldest;
     for (int num_stored = 1;; ++num_stored) {
         smem.jobs.await_filled(at);
@@ -185,7 +174,7 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
         smem.slots.await_filled(slot);
         const char* landed = slots.bytes(slot.at);
         if (lane_id() < job.num_rows) {
-            char* row = p.rows.x + int64_t(job.row[lane_id()]) * p.record.row_bytes;
+            char* row = p.received.rows + int64_t(job.row[lane_id()]) * p.record.row_bytes;
             ptx::bulk_store_evict_first(row + job.offset, landed, job.bytes);
         }
         ptx::bulk_commit();
@@ -203,7 +192,8 @@ __device__ void store_slices(const DispatchParams& p, const Slots& slots, PullSm
 }
 
 // The whole warp, a warp of its own: the storer has enough to do.
-__device__ void spread_trailers(const DispatchParams& p, const Slots& slots, PullSmem& smem) {
+__device__ inline void spread_trailers(const DispatchParams& p, const Slots& slots,
+                                       PullSmem& smem) {
     Turn at, slot;
     while (true) {
         smem.jobs.await_filled(at);
@@ -213,6 +203,7 @@ __device__ void spread_trailers(const DispatchParams& p, const Slots& slots, Pul
         if (job.trailer_bytes > 0) spread_trailer(p, job, slots.bytes(slot.at) + job.bytes);
         __syncwarp();
         if (lane_id() == 0) {
+            if (job.reads != nullptr) ptx::add_release(job.reads, kOneRead);
             smem.slots.freed(slot.at);
             smem.jobs.freed(at.at);
         }

@@ -39,10 +39,10 @@ struct ChunkSmem {
 };
 
 __device__ inline int64_t load_index(const PublishRoutingParams& p, int64_t token, int slot) {
-    int64_t at = token * p.idx_stride + slot;
-    if (p.idx_bytes == 2) return static_cast<const int16_t*>(p.topk_idx)[at];
-    if (p.idx_bytes == 4) return static_cast<const int32_t*>(p.topk_idx)[at];
-    return static_cast<const int64_t*>(p.topk_idx)[at];
+    int64_t at = token * p.choices.idx_stride + slot;
+    if (p.choices.idx_bytes == 2) return static_cast<const int16_t*>(p.choices.topk_idx)[at];
+    if (p.choices.idx_bytes == 4) return static_cast<const int32_t*>(p.choices.topk_idx)[at];
+    return static_cast<const int64_t*>(p.choices.topk_idx)[at];
 }
 
 __device__ inline int checked_expert(const PublishRoutingParams& p, int64_t token, int slot,
@@ -69,7 +69,8 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
     for (int base = 0; base < kTokensPerWarp; base += per_step) {
         int in_chunk = warp_id() * kTokensPerWarp + base + group;
         int64_t token = int64_t(chunk) * kChunkTokens + in_chunk;
-        bool active = group < per_step && base + group < kTokensPerWarp && token < p.num_tokens;
+        bool active =
+            group < per_step && base + group < kTokensPerWarp && token < p.choices.num_tokens;
         int expert = active ? checked_expert(p, token, slot, epoch) : -1;
 
         // the first slot of an expert speaks for it

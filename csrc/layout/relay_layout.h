@@ -6,11 +6,13 @@
 //
 //   world         outbox, routing inbox and its flags, as of one node of all ranks
 //   relay window  node, slot, token           records that a rail peer sent; my node pulls them
-//   push window   node, slot, token, local rank   sums of my node's ranks for that node's rail peer
-//   push values   node, slot, token, place    gradients of weights, beside them
+//   push window   slot, token, local rank     sums of my node's ranks for a rail peer, or for me
+//   push values   slot, token, place          gradients of weights, beside them
 //   outgoing      node, slot, token           sums over my node, on their way to the rail peer
-//   home window   node, slot, token           sums of each node for my tokens
-//   flags         which slot is full or free; which block has published
+//   home window   node, slot, token           sums of each other node for my tokens
+//   slot flags    which slot is full, read or free
+//   sum flags     node, token, local rank     which sums have been pushed; whose have come home
+//   rail flags    which call the rail peer makes; whom it waited for in vain
 //
 // "node" is the rail peer's in all of them, and there is an entry for my own.
 #pragma once
@@ -21,23 +23,28 @@ namespace hybrid_ep::layout {
 
 constexpr int kMaxChunkTokens = 32;  // of a slot: a lane per token
 constexpr int kMaxNodeRanks = 32;    // of a node among several: a bit per rank
+constexpr int kOwnWindows = 4;       // as many slots for sums that stay in the node as for others
 
-// What a flag says of a slot. Those named after a rank are written by it, one for each.
+// What a flag says of a slot. There is one for each reader of kReads, else one.
 enum class Slot : int {
-    kArrived = 0,    // relay window: by the rail peer
-    kConsumed = 1,   // relay window: by a reader of my node
-    kCredit = 2,     // the rail peer's relay window: by the rail peer
-    kPushed = 3,     // push window: by a rank of my node
-    kForwarded = 4,  // push window: free again, by myself, pushers look at it
-    kSummed = 5,     // home window: by the rail peer
-    kHomeFree = 6,   // the rail peer's home window: by the rail peer
-    kNumKinds = 7,
+    kArrived = 0,   // relay window: by the rail peer
+    kReads = 1,     // relay window: counts the records that a reader of my node has read
+    kCredit = 2,    // the rail peer's relay window is free again: by the rail peer
+    kNothing = 3,   // home window: nothing comes from that node, by the rail peer
+    kHomeFree = 4,  // the rail peer's home window is free again: by the rail peer
+    kNumKinds = 5,
 };
 
 // Which use of which slot a chunk is. Uses count from 1 and go on from call to call.
-struct Turn {
+struct SlotUse {
     int slot;
     uint64_t use;
+};
+
+// The same of the push window, which has parts for each rail peer and for me, one behind the other.
+struct PushSlot {
+    int index, window;  // slots of the part
+    SlotUse at;         // within it
 };
 
 struct RelayLayout {
@@ -45,9 +52,10 @@ struct RelayLayout {
     int num_nodes, ranks_per_node;
     int chunk_tokens, num_chunks;  // of a call
     int window;                    // slots between two rail peers
+    int own_window;                // slots for what stays in the node
     int sum_record_bytes;          // a sum and the values that ride along
     int64_t relay_offset, push_offset, push_values_offset, outgoing_offset, home_offset;
-    int64_t slots_offset, channels_offset, total_bytes;
+    int64_t slots_offset, push_free_offset, pushed_offset, summed_offset, rails_offset, total_bytes;
 
     static RelayLayout make(int num_nodes, int ranks_per_node, int num_experts, int max_tokens,
                             int topk, int row_capacity, int sum_row_bytes, int chunk_tokens,
@@ -61,6 +69,7 @@ struct RelayLayout {
         l.num_chunks = ceil_div(max_tokens, chunk_tokens);
         // no more than a call fills: so a call's last chunk has seen the call before it consumed
         l.window = min_of(window, l.num_chunks);
+        l.own_window = min_of(kOwnWindows * window, l.num_chunks);
         l.sum_record_bytes = round_up(sum_row_bytes + round_up(topk * 4, kBulkAlign), 128);
 
         int64_t end = l.world.total_bytes;
@@ -71,23 +80,34 @@ struct RelayLayout {
         };
         const int64_t tokens = int64_t(num_nodes) * l.window * chunk_tokens;
         l.relay_offset = region(tokens * l.world.record_bytes);
-        l.push_offset = region(tokens * ranks_per_node * round_up(sum_row_bytes, kBulkAlign));
-        l.push_values_offset = region(tokens * topk * 4);
+        const int64_t pushed = int64_t(l.num_push_slots()) * chunk_tokens;
+        l.push_offset = region(pushed * ranks_per_node * round_up(sum_row_bytes, kBulkAlign));
+        l.push_values_offset = region(pushed * topk * 4);
         l.outgoing_offset = region(tokens * l.sum_record_bytes);
         l.home_offset = region(tokens * l.sum_record_bytes);
         l.slots_offset = region(l.flag_of(Slot::kNumKinds, 0, 0, 0));
-        l.channels_offset = region(int64_t(num_nodes + ranks_per_node) * kMaxChannels * 8);
+        l.push_free_offset = region(int64_t(l.num_push_slots()) * 8);
+        l.pushed_offset = region(int64_t(num_nodes) * max_tokens * ranks_per_node * 8);
+        l.summed_offset = region(int64_t(num_nodes) * max_tokens * 8);
+        l.rails_offset = region(int64_t(num_nodes) * (kMaxChannels + 2) * 8);
         l.total_bytes = end;
         return l;
     }
 
-    HYBRID_EP_HD Turn turn(uint64_t call, int chunk) const {
-        const uint64_t count = (call - 1) * num_chunks + chunk;
-        return {int(count % window), count / window + 1};
+    HYBRID_EP_HD SlotUse slot_use(uint64_t call, int chunk) const {
+        return use_of(call, chunk, window);
     }
-    // The call in which a slot was used for the `use`-th time; 0: never.
-    HYBRID_EP_HD uint64_t call_of(const Turn& turn) const {
-        return turn.use == 0 ? 0 : ((turn.use - 1) * window + turn.slot) / num_chunks + 1;
+    // For a token of the rail peer on `node`, among ranks of `my_node`.
+    HYBRID_EP_HD PushSlot push_slot(int node, int my_node, uint64_t call, int chunk) const {
+        const int others_before = (node - my_node + num_nodes - 1) % num_nodes;
+        const int slots = node == my_node ? own_window : window;
+        const SlotUse at = use_of(call, chunk, slots);
+        return {others_before * window + at.slot, slots, at};
+    }
+    HYBRID_EP_HD int num_push_slots() const { return (num_nodes - 1) * window + own_window; }
+    // The call in which a slot of so many was used for the `use`-th time; 0: never.
+    HYBRID_EP_HD uint64_t call_of(const SlotUse& at, int slots) const {
+        return at.use == 0 ? 0 : ((at.use - 1) * slots + at.slot) / num_chunks + 1;
     }
 
     // ---- rows: `token` is the place within the chunk
@@ -95,12 +115,14 @@ struct RelayLayout {
     HYBRID_EP_HD int64_t relay_record(int node, int slot, int token) const {
         return relay_offset + entry(node, slot, token) * world.record_bytes;
     }
-    HYBRID_EP_HD int64_t pushed_sum(int node, int slot, int token, int local_rank,
+    HYBRID_EP_HD int64_t pushed_sum(const PushSlot& slot, int token, int local_rank,
                                     int row_bytes) const {
-        return push_offset + (entry(node, slot, token) * ranks_per_node + local_rank) * row_bytes;
+        return push_offset +
+               ((int64_t(slot.index) * chunk_tokens + token) * ranks_per_node + local_rank) *
+                   row_bytes;
     }
-    HYBRID_EP_HD int64_t pushed_values(int node, int slot, int token) const {
-        return push_values_offset + entry(node, slot, token) * world.topk * 4;
+    HYBRID_EP_HD int64_t pushed_values(const PushSlot& slot, int token) const {
+        return push_values_offset + (int64_t(slot.index) * chunk_tokens + token) * world.topk * 4;
     }
     HYBRID_EP_HD int64_t outgoing_sum(int node, int slot, int token) const {
         return outgoing_offset + entry(node, slot, token) * sum_record_bytes;
@@ -114,16 +136,33 @@ struct RelayLayout {
     HYBRID_EP_HD int64_t flag(Slot kind, int node, int slot, int local_rank = 0) const {
         return slots_offset + flag_of(kind, node, slot, local_rank);
     }
+    // Which use of the slot has ended: by its owner, pushers look at it.
+    HYBRID_EP_HD int64_t push_free_flag(const PushSlot& slot) const {
+        return push_free_offset + int64_t(slot.index) * 8;
+    }
+    // That a rank of my node has pushed its sum of a token of the rail peer.
+    HYBRID_EP_HD int64_t pushed_flag(int node, int64_t token, int local_rank) const {
+        return pushed_offset +
+               ((node * int64_t(world.max_tokens) + token) * ranks_per_node + local_rank) * 8;
+    }
+    // That the sum of another node for my token has come.
+    HYBRID_EP_HD int64_t summed_flag(int node, int64_t token) const {
+        return summed_offset + (node * int64_t(world.max_tokens) + token) * 8;
+    }
     // By a block of the rail peer's routing kernel.
     HYBRID_EP_HD int64_t route_flag(int node, int channel) const {
-        return channels_offset + (int64_t(node) * kMaxChannels + channel) * 8;
+        return rails_offset + (int64_t(node) * (kMaxChannels + 2) + channel) * 8;
     }
-    // By a block of a local peer that publishes its tokens.
-    HYBRID_EP_HD int64_t published_flag(int local_rank, int channel) const {
-        return route_flag(num_nodes + local_rank, channel);
-    }
+    // That the rail peer makes this combine.
+    HYBRID_EP_HD int64_t combine_flag(int node) const { return route_flag(node, kMaxChannels); }
+    // Whom the rail peer waited for in vain, once it has given up.
+    HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels + 1); }
 
   private:
+    HYBRID_EP_HD SlotUse use_of(uint64_t call, int chunk, int slots) const {
+        const uint64_t count = (call - 1) * num_chunks + chunk;
+        return {int(count % slots), count / slots + 1};
+    }
     HYBRID_EP_HD int64_t entry(int node, int slot, int token) const {
         return (int64_t(node) * window + slot) * chunk_tokens + token;
     }

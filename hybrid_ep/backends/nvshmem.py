@@ -1,7 +1,7 @@
 """The nvshmem backend: CUDA kernels between the GPUs of several nodes.
 
     route      spread_routing, assign_rows, keep_routing   through the rail peers; the handle
-    dispatch   fill_outbox, relay_rows                      once to each node, then as on one node
+    dispatch   relay_rows                                   once to each node, then as on one node
     combine    relay_sums                                   added in each node, then at home
 
 The verbs are those of ``kernels.py``, as the nvlink backend's. The symmetric memory is
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
 HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
+USES_MAPPED = True  # SMs write to rail peers whose memory is mapped; tests have NVSHMEM put all
 
 _nvshmem = None
 
@@ -242,6 +243,7 @@ def network_config(buffer: Buffer, num_sms: int) -> object:
         slice_bytes=config.slice_bytes,
         timeout_s=config.timeout_s,
         trace=config.trace,
+        uses_mapped=USES_MAPPED,
     )
 
 

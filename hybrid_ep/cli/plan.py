@@ -253,6 +253,11 @@ def _memory(plan: Plan) -> Rows:
         "push_values": "gradients of weights beside them",
         "outgoing": "sums of my node, until they are at home",
         "home_window": "sums of each node for my tokens",
+        "slot_flags": "which slot of a window is full, read or free",
+        "push_free_flags": "and of the push window",
+        "pushed_flags": "which sums my node's ranks have pushed",
+        "summed_flags": "which sums of other nodes have come",
+        "rail_flags": "which calls the rail peers make",
     }
     backend = "nvshmem" if plan.num_nodes > 1 else "nvlink"
     return [

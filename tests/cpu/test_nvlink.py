@@ -179,8 +179,8 @@ def test_verbs_are_given_what_the_structs_say(quiet):
     }
     received = {
         "rows": out.rows.data_ptr(),
-        "row_weights": out.weights.data_ptr(),
-        "row_scales": 0,
+        "weights": out.weights.data_ptr(),
+        "scales": 0,
         "num_rows": 24,
     }
     assert (quiet.given("Sent"), quiet.given("Received")) == (sent, received)

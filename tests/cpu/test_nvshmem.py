@@ -86,7 +86,7 @@ def test_windows_do_not_grow_with_the_tokens_of_a_call():
         "chunk_tokens": 32,
         "window": 16,
     }
-    few, many = (relay_regions(**shape, max_tokens=tokens) for tokens in (512, 65_536))
+    few, many = (relay_regions(**shape, max_tokens=tokens) for tokens in (2048, 65_536))
     for region in ("relay_window", "push_window", "push_values", "outgoing", "home_window"):
         assert few[region] == many[region]
 

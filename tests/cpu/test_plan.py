@@ -383,8 +383,8 @@ def test_Megatron_LM_3999_windows_counted_by_hand() -> None:
     shape = {**TWO_NODES, "num_ranks": 32, "max_tokens": 65_536}
     window = make_plan(**shape, channels=4, chunk_tokens=100, window_chunks=3).window
     assert window.queue_pairs == 3 * 4  # one rail peer on each of three other nodes
-    assert window.entries == 3 * 101
-    assert window.queue_depth == 512
+    assert window.entries == 2 * 3 * 100
+    assert window.queue_depth == 1024
     assert make_plan(**TWO_NODES, max_tokens=1, chunk_tokens=1, window_chunks=1).window == (
         Window(8, 1, 1, queue_pairs=8, entries=2, queue_depth=128)
     )
@@ -397,9 +397,11 @@ def test_memory_of_several_nodes_counted_by_hand() -> None:
     # records of 14336 + 32 bytes begin a cache line each, sums with their values too
     assert regions["outbox"] == 2 * 4096 * 14464
     assert regions["relay_window"] == tokens * 14464
-    assert regions["push_window"] == tokens * 8 * 14336
+    pushed = (3 * 12 + 4 * 12) * 16  # three other nodes, four times one for mine
+    assert regions["push_window"] == pushed * 8 * 14336
     assert regions["outgoing"] == regions["home_window"] == tokens * 14464
-    assert regions["push_values"] == tokens * 8 * 4
+    assert regions["push_values"] == pushed * 8 * 4
+    assert regions["pushed_flags"] == 4 * 4096 * 8 * 8  # nodes, tokens, ranks of a node
     assert "inbox" not in regions
 
 
@@ -411,15 +413,15 @@ def test_Megatron_LM_3999_one_node_has_no_queues() -> None:
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 262148 .*chunk_tokens=65536"),
-        ({"chunk_tokens": 128, "window_chunks": 255}, r"got 32895 \(window_chunks=255"),
+        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 524288 .*chunk_tokens=65536"),
+        ({"chunk_tokens": 128, "window_chunks": 255}, r"got 65280 \(window_chunks=255"),
         ({"channels": 0}, r"channels must be an integer of at least 1, got 0"),
         ({"window_chunks": 1.5}, r"window_chunks must be .* got 1.5"),
     ],
 )
 def test_Megatron_LM_3999_too_deep_a_queue_is_refused(changes: dict, says: str) -> None:
     """Before any memory is asked for, with the rule and the value."""
-    make_plan(**TWO_NODES, max_tokens=65_536, chunk_tokens=127, window_chunks=256)  # just fits
+    make_plan(**TWO_NODES, max_tokens=65_536, chunk_tokens=64, window_chunks=256)  # just fits
     with pytest.raises(ValueError, match=says):
         make_plan(**TWO_NODES, max_tokens=65_536, **changes)
 
@@ -427,7 +429,7 @@ def test_Megatron_LM_3999_too_deep_a_queue_is_refused(changes: dict, says: str) 
 def test_Megatron_LM_3999_the_command_states_the_depth(capsys: pytest.CaptureFixture) -> None:
     assert run_command("--tokens", "65536") == 0
     text = capsys.readouterr().out
-    assert re.search(r"queue depth +128 +for 36 entries; the tokens of a call do not matter", text)
+    assert re.search(r"queue depth +128 +for 64 entries; the tokens of a call do not matter", text)
     assert re.search(r"queue pairs +8 +8 to each rail peer", text)
     with pytest.raises(ValueError, match="deepest queue"):
         run_command("--tokens", "65536", "--chunk", "65536")

@@ -32,6 +32,15 @@ def test_peer_dies(fresh_world, phase, shape):
     faults.dies(pool, phase, divided(shape), told_of("no signal"))
 
 
+@pytest.mark.parametrize("phase", ("dispatch", "combine"))
+def test_peer_dies_while_others_wait_for_others(fresh_world, phase):
+    # of one token, so that nearly everybody waits for somebody who waits
+    narrow = Config(
+        timeout_s=3, network_channels=1, network_chunk_tokens=1, network_window_chunks=1
+    )
+    faults.dies(fresh_world(4), phase, {**divided("2x2"), "config": narrow}, told_of("no signal"))
+
+
 @pytest.mark.parametrize("theirs, last, reason", OTHER_CALLS.values(), ids=OTHER_CALLS)
 def test_peer_makes_another_call(fresh_world, theirs, last, reason):
     faults.makes_another_call(fresh_world(2), theirs, last, divided("2x1"), told_of(reason))

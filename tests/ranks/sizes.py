@@ -13,7 +13,11 @@ HIDDEN, TOPK, EXPERTS_OF_RANK = 7168, 8, 8
 
 
 def compare_with_torch(
-    me: Rank, tokens: list[int], align: int, config: hybrid_ep.Config | None
+    me: Rank,
+    tokens: list[int],
+    align: int,
+    config: hybrid_ep.Config | None,
+    ranks_per_node: int | None = None,
 ) -> int:
     """Each number of tokens on both backends, bit by bit; how many rows were compared."""
     sizes = {
@@ -21,6 +25,7 @@ def compare_with_torch(
         "num_experts": EXPERTS_OF_RANK * me.num_ranks,
         "max_tokens": max(tokens),
         "topk": TOPK,
+        "ranks_per_node": ranks_per_node,
     }
     config = config or hybrid_ep.Config(timeout_s=20)
     ours = me.buffer(**sizes, config=config)

@@ -1,4 +1,8 @@
-"""The verbs with the kernels of several nodes over CUDA IPC, NVSHMEM never started."""
+"""The verbs over networks that ranks of one host do not take by themselves.
+
+``loopback``: the kernels of several nodes over CUDA IPC, NVSHMEM never started. ``puts``: all that
+goes to other nodes is put by NVSHMEM, also where the SMs could write it.
+"""
 
 from __future__ import annotations
 
@@ -54,16 +58,25 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@loopback()
-def dispatch(me: Rank, case: Case, max_rows: int | None) -> dict[str, Any]:
-    return verbs.dispatch(me, case, max_rows)
+@contextlib.contextmanager
+def puts() -> Iterator[None]:
+    with mock.patch.object(nvshmem, "USES_MAPPED", False):
+        yield
 
 
-@loopback()
-def combine(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
-    return verbs.combine(me, case, max_rows)
+NETWORKS = {"loopback": loopback, "puts": puts}
 
 
-@loopback()
-def gradients(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
-    return verbs.gradients(me, case, max_rows)
+def dispatch(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:
+    with NETWORKS[network]():
+        return verbs.dispatch(me, case, max_rows)
+
+
+def combine(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Tensor]:
+    with NETWORKS[network]():
+        return verbs.combine(me, case, max_rows)
+
+
+def gradients(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Tensor]:
+    with NETWORKS[network]():
+        return verbs.gradients(me, case, max_rows)
