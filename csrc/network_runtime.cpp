@@ -131,9 +131,9 @@ void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
     kernels::RelaySumsParams p{};
     p.context = context_;
     p.summed = summed;
-    // pushing reads every row of the experts, the other roles only sums of them
-    p.num_forward_blocks = config_.num_nodes == 1 ? 0 : std::max(1, config_.num_sms_combine / 6);
-    p.num_home_blocks = std::max(1, config_.num_sms_combine / 4);
+    // pushing reads every row of the experts, the other roles sums of them
+    p.num_forward_blocks = config_.num_nodes == 1 ? 0 : std::max(1, config_.num_sms_combine / 5);
+    p.num_home_blocks = std::max(1, config_.num_sms_combine / 3);
     p.num_push_blocks = config_.num_sms_combine - p.num_forward_blocks - p.num_home_blocks;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);

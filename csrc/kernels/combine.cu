@@ -43,7 +43,7 @@ class Walker {
     }
 
   private:
-    static constexpr int kMostTaken = kRings * kSumJobs / 2;
+    static constexpr int kMostTaken = kRings * SumJobs::kMostListed;
 
     __device__ void push() {
         CopyWalk walk(handle_, buffer_.num_ranks, p_.context.rank, buffer_.num_ranks - 1,
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     init(smem, p.ring, false);
     __syncthreads();
     run_combine<T, kWeighted>(
-        p.ring, p.slices, p.summed.row_bytes, dynamic_smem, smem, kSumJobs,
+        p.ring, p.slices, p.summed.row_bytes, dynamic_smem, smem,
         [&](SumJobs& jobs) { return Walker(p, jobs, epoch).run(is_pusher()); },
         [&](RingSmem& ring) { announce(p, ring, epoch); });
     __syncthreads();

@@ -16,7 +16,7 @@ namespace hybrid_ep::kernels {
 using namespace device;
 
 constexpr int kRings = layout::kSumRings;
-constexpr int kSumJobs = 16;  // of a ring, looked up and not loaded yet: at most
+constexpr int kSumJobs = 16;  // of a ring: looked up and not loaded yet
 
 // The walker, then ring by ring.
 enum CombineRole { kSumsWalker = 0, kFirstOfRings = 1 };
@@ -52,21 +52,20 @@ class SumJobs {
         int ring, n;  // the n-th from now
     };
 
-    __device__ SumJobs(CombineSmem& smem, int num_jobs) : smem_(smem), num_jobs_(num_jobs) {}
+    static constexpr int kMostListed = kSumJobs / 2;  // for a ring at a time
 
-    // For a ring at a time.
-    __device__ int most_listed() const { return num_jobs_ / 2; }
+    __device__ explicit SumJobs(CombineSmem& smem) : smem_(smem) {}
 
     // For the rings in turn.
     __device__ Place in_turn(int n) const { return {(turn_ + n) % kRings, n / kRings}; }
 
     __device__ SumJob& begin(const Place& place) {
         const int at = listed(place.ring) + place.n;
-        smem_.ring[place.ring].jobs.await_free(Turn::of(at, num_jobs_));
-        return smem_.ring[place.ring].job[at % num_jobs_];
+        smem_.ring[place.ring].jobs.await_free(Turn::of(at, kSumJobs));
+        return smem_.ring[place.ring].job[at % kSumJobs];
     }
     __device__ void end(const Place& place) {
-        smem_.ring[place.ring].jobs.filled(Turn::of(listed(place.ring) + place.n, num_jobs_));
+        smem_.ring[place.ring].jobs.filled(Turn::of(listed(place.ring) + place.n, kSumJobs));
     }
 
     __device__ void advance(int ring, int count) {
@@ -100,7 +99,6 @@ class SumJobs {
     }
 
     CombineSmem& smem_;
-    int num_jobs_;
     int listed_[kRings] = {};  // never indexed: it is in registers
     int turn_ = 0;             // the ring that comes next
 };
@@ -108,7 +106,6 @@ class SumJobs {
 // The jobs as a ring's loader takes them.
 struct RingJobs {
     RingSmem& ring;
-    int num_jobs;
     Turn turn{};
 
     __device__ bool next(Sum& sum, const char*& term, float& weight) {
@@ -122,7 +119,7 @@ struct RingJobs {
         weight = is_row ? job.weight[lane] : 1.f;
         __syncwarp();
         if (lane == 0) ring.jobs.freed(turn.at);
-        turn.advance(num_jobs);
+        turn.advance(kSumJobs);
         return true;
     }
 };
@@ -137,15 +134,15 @@ __device__ inline void init(CombineSmem& smem, const layout::RingShape& shape, b
 }
 
 // All threads of the block. The walker calls `walk(SumJobs&)`, which lists sums and returns whether
-// all went well; a herald `herald(RingSmem&)`. A ring has `num_jobs` jobs.
+// all went well; a herald `herald(RingSmem&)`.
 template <typename T, bool kWeighted, typename Walk, typename Herald>
 __device__ __forceinline__ void run_combine(const layout::RingShape& shape,
                                             const layout::SliceLayout& slices, int row_bytes,
-                                            char* dynamic_smem, CombineSmem& smem, int num_jobs,
-                                            Walk walk, Herald herald) {
+                                            char* dynamic_smem, CombineSmem& smem, Walk walk,
+                                            Herald herald) {
     const int role = warp_id();
     if (role == kSumsWalker) {
-        SumJobs jobs(smem, num_jobs);
+        SumJobs jobs(smem);
         const bool good = walk(jobs);
         if (!good && lane_id() == 0) smem.failed = true;
         return jobs.end_all();
@@ -155,7 +152,7 @@ __device__ __forceinline__ void run_combine(const layout::RingShape& shape,
     const Slots slots(dynamic_smem, shape, ring);
     RingSmem& mine = smem.ring[ring];
     if (of_ring == kTermLoader) {
-        RingJobs jobs{mine, num_jobs};
+        RingJobs jobs{mine};
         load_terms(jobs, slots, mine.sums, slices, row_bytes);
     } else if (of_ring == kSumsHerald) {
         herald(mine);

@@ -67,7 +67,7 @@ class Forward {
         if (readers != 0) forward_values(chunk, sums);
         for (uint32_t left = tokens; left != 0;) {
             const int nth = __popc(left & lanes_below());
-            const bool now = left >> lane_id() & 1 && nth < jobs.most_listed();
+            const bool now = left >> lane_id() & 1 && nth < SumJobs::kMostListed;
             if (now) {
                 SumJob& job = jobs.begin({chunk.ring, nth});
                 set_sum(job, chunk, sums, readers);

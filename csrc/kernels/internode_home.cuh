@@ -47,7 +47,7 @@ class Home {
         if (is_token && s_.p.summed.values != nullptr) take_values(token, chunk);
         for (uint32_t left = tokens; left != 0;) {
             const int nth = __popc(left & lanes_below());
-            const bool now = left >> lane_id() & 1 && nth < jobs.most_listed();
+            const bool now = left >> lane_id() & 1 && nth < SumJobs::kMostListed;
             if (now) {
                 SumJob& job = jobs.begin({ring, nth});
                 set_sum(job, token, chunk, readers);

@@ -17,7 +17,7 @@ class Push {
         const layout::HandleView handle(s_.p.summed.words, c.world.handle);
         ChunkWalk walk(handle, c.relay.world.num_ranks, c.world.rank, c.relay.chunk_tokens,
                        c.relay.num_chunks, &c.world.watch.state->steps_taken, s_.p.num_push_blocks,
-                       kRings * jobs.most_listed());
+                       kRings * SumJobs::kMostListed);
         ChunkWalk::Taken mine;
         while (walk.take(mine)) {
             Wait wait{};

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     if (smem.failed) return;
     if (blockIdx.x == 0) announce_call(s, network);
     run_combine<T, kWeighted>(
-        p.ring, p.slices, p.summed.row_bytes, dynamic_smem, smem, kRelayJobs,
+        p.ring, p.slices, p.summed.row_bytes, dynamic_smem, smem,
         [&](SumJobs& jobs) { return walk(s, network, jobs); },
         [&](RingSmem& ring) { herald(s, network, ring); });
     __syncthreads();

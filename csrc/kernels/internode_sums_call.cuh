@@ -6,8 +6,6 @@
 
 namespace hybrid_ep::kernels::internode {
 
-constexpr int kRelayJobs = 8;  // of a ring: those that are listed occupy slots of windows
-
 // What a herald must know of a sum: whose token, and whether it is the chunk's last.
 struct Note {
     int owner;  // a rank, or its node, as the role has it
