@@ -15,9 +15,8 @@ from hybrid_ep.nvlink_sizes import (
     symmetric_regions,
 )
 
-NUM_SLOT_FLAGS = 5  # kinds, Slot of csrc/layout/relay_layout.h
-
-OWN_WINDOWS = 4  # kOwnWindows
+# kNumKinds of Slot, and kOwnWindows, of csrc/layout/relay_layout.h
+NUM_SLOT_FLAGS, OWN_WINDOWS = 5, 4
 
 
 def relay_regions(

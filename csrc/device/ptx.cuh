@@ -109,11 +109,6 @@ __device__ __forceinline__ void fence_proxy_async() {
     asm volatile("fence.proxy.async;" ::: "memory");
 }
 
-// The same for shared memory alone, which is cheaper.
-__device__ __forceinline__ void fence_proxy_async_smem() {
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-}
-
 // ---- launches that overlap the kernel before
 
 // Until the kernel before this one has finished, its writes visible. Nothing that it may touch is

@@ -147,10 +147,4 @@ __device__ bool in_order(const NodeContext& context, bool has_wait, const Wait& 
     return true;
 }
 
-// The n-th (from 0) set bit of a word that has as many.
-__device__ __forceinline__ int nth_bit(uint32_t word, int n) {
-    for (; n > 0; --n) word &= word - 1;
-    return __ffs(word) - 1;
-}
-
 }  // namespace hybrid_ep::device

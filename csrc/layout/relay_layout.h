@@ -14,7 +14,7 @@
 //   sum flags     node, token, local rank     which sums have been pushed; whose have come home
 //   rail flags    which call the rail peer makes; whom it waited for in vain
 //
-// "node" is the rail peer's in all of them, and there is an entry for my own.
+// "node" is the rail peer's, and there is an entry for my own.
 #pragma once
 
 #include "layout/handle_layout.h"
@@ -23,7 +23,7 @@ namespace hybrid_ep::layout {
 
 constexpr int kMaxChunkTokens = 32;  // of a slot: a lane per token
 constexpr int kMaxNodeRanks = 32;    // of a node among several: a bit per rank
-constexpr int kOwnWindows = 4;       // as many slots for sums that stay in the node as for others
+constexpr int kOwnWindows = 4;       // times as many slots for sums that stay in the node
 
 // What a flag says of a slot. There is one for each reader of kReads, else one.
 enum class Slot : int {
@@ -67,7 +67,7 @@ struct RelayLayout {
         l.ranks_per_node = ranks_per_node;
         l.chunk_tokens = chunk_tokens;
         l.num_chunks = ceil_div(max_tokens, chunk_tokens);
-        // no more than a call fills: so a call's last chunk has seen the call before it consumed
+        // no more than a call fills: so a call's last chunk has seen the call before it read
         l.window = min_of(window, l.num_chunks);
         l.own_window = min_of(kOwnWindows * window, l.num_chunks);
         l.sum_record_bytes = round_up(sum_row_bytes + round_up(topk * 4, kBulkAlign), 128);
