@@ -72,7 +72,7 @@ bench: setup  ## measure dispatch and combine
 kernel-times:  ## build build/kernel_times, which times the kernels without Python
 	@mkdir -p build
 	@nvcc -std=c++17 -O3 --threads=0 --expt-relaxed-constexpr -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/kernel_times \
-	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/peer_memory.cpp $$(ls csrc/kernels/*.cu | grep -v 'internode\|nvshmem')
+	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/peer_memory.cpp csrc/memory/closing_marks.cpp csrc/memory/process_identity.cpp $$(ls csrc/kernels/*.cu | grep -v 'internode\|nvshmem')
 
 clean:  ## remove everything built (but not .venv)
 	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis

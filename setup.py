@@ -147,7 +147,13 @@ def run(command: list) -> str:
 
 NVLINK, NVSHMEM_MODULE = "hybrid_ep._nvlink", "hybrid_ep._nvshmem"
 NETWORK_WORDS = ("nvshmem", "internode", "network")
-SHARED = ("assign_rows.cu", "call_state.cpp", "peer_memory.cpp")  # what both modules use
+SHARED = (  # what both modules use
+    "assign_rows.cu",
+    "call_state.cpp",
+    "closing_marks.cpp",
+    "peer_memory.cpp",
+    "process_identity.cpp",
+)
 NVCC, NVSHMEM = find_nvcc(), find_nvshmem()
 NVSHMEM_COMPILE_FLAGS = [
     "-rdc=true",  # its device code is linked with NVSHMEM's

@@ -43,7 +43,7 @@ const char* const kSpanNames[] = {"publish routing", "await routing", "assign ro
 // Shared by the processes.
 struct Board {
     std::atomic<int> arrived, round;
-    char ipc_handles[kMaxRanks][64];
+    char ipc_handles[kMaxRanks][256];
     float us[kMaxRanks][kCalls][kPhases];
 };
 
@@ -151,10 +151,13 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     config.trace = trace;
     hybrid_ep::Runtime runtime(config);
     if (shape.ranks > 1) {
-        std::memcpy(board->ipc_handles[rank], runtime.ipc_handle().data(), 64);
+        const std::string mine = runtime.ipc_handle();
+        std::memcpy(board->ipc_handles[rank], mine.data(), mine.size());
         barrier(board, shape.ranks);
         std::vector<std::string> handles;
-        for (int r = 0; r < shape.ranks; ++r) handles.emplace_back(board->ipc_handles[r], 64);
+        for (int r = 0; r < shape.ranks; ++r) {
+            handles.emplace_back(board->ipc_handles[r], mine.size());
+        }
         runtime.open_peers(handles);
     }
 
@@ -178,7 +181,7 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
         hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1};
         const hybrid_ep::NewLayout layout{words, counts, counts + local, counts + 2 * local + 1};
         const uint64_t ticket = runtime.route(choices, layout, true, on);
-        const auto needed = runtime.required_rows(ticket, on);
+        const auto needed = runtime.required_rows(ticket, on, [] { return false; });
         if (!needed) break;
         barrier(board, shape.ranks);
         keep_busy(ballast, stream);  // so that the host is ahead of the GPU
@@ -191,6 +194,7 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
                                    /*scales*/ nullptr,
                                    0,
                                    0,
+                                   /*dtypes*/ 0,
                                    shape.tokens,
                                    words};
         const hybrid_ep::Received received{rows, row_weights, nullptr, *needed};
@@ -201,8 +205,8 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
         cudaEventRecord(marks[1], stream);
         runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[2], stream);
-        runtime.combine({rows, hybrid_ep::SumType::kBf16, row_bytes, nullptr, nullptr, y, nullptr,
-                         shape.tokens, words},
+        runtime.combine({rows, *needed, hybrid_ep::SumType::kBf16, row_bytes, nullptr, nullptr, y,
+                         nullptr, shape.tokens, words},
                         on);
         cudaEventRecord(marks[3], stream);
         check_cuda(cudaStreamSynchronize(stream), "the kernels");

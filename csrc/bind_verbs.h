@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "call_state.h"
+#include "check.h"
 #include "verbs.h"
 
 namespace hybrid_ep {
@@ -16,10 +17,10 @@ namespace py = pybind11;
 using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t>;
 using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
-                             int, uintptr_t>;
+                             int, int, uintptr_t>;
 using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
-using SummedTuple =
-    std::tuple<uintptr_t, int, int, uintptr_t, uintptr_t, uintptr_t, uintptr_t, int, uintptr_t>;
+using SummedTuple = std::tuple<uintptr_t, int64_t, int, int, uintptr_t, uintptr_t, uintptr_t,
+                               uintptr_t, int, uintptr_t>;
 
 // A field as Python gives it, for a struct that wants a pointer, an enumerator or the number
 // itself.
@@ -39,6 +40,23 @@ template <typename Struct, typename Tuple>
 Struct from(const Tuple& tuple) {
     return std::apply([](auto... numbers) { return Struct{Field<decltype(numbers)>{numbers}...}; },
                       tuple);
+}
+
+inline bool is_interrupted() {
+    py::gil_scoped_acquire held;
+    return PyErr_CheckSignals() != 0;
+}
+
+// Blocks the thread, not Python: other threads run, and Ctrl-C is heard.
+template <typename R>
+std::optional<int64_t> await_required_rows(const R& runtime, uint64_t ticket, uintptr_t stream) {
+    std::optional<int64_t> rows;
+    {
+        py::gil_scoped_release released;
+        rows = runtime.required_rows(ticket, stream, is_interrupted);
+    }
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return rows;
 }
 
 template <typename R>
@@ -73,7 +91,9 @@ void bind_verbs(py::class_<R>& runtime) {
         .def("combine", [](R& self, const SummedTuple& summed,
                            uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
         .def("destroy", &R::destroy, py::call_guard<py::gil_scoped_release>())
-        .def("required_rows", &R::required_rows, py::call_guard<py::gil_scoped_release>())
+        .def("required_rows", &await_required_rows<R>)
+        .def("give_up", &R::give_up, py::call_guard<py::gil_scoped_release>())
+        .def("num_routes", &R::num_routes, py::call_guard<py::gil_scoped_release>())
         .def("fault", &R::fault)
         .def("take_trace",
              [](R& self) {
@@ -95,7 +115,8 @@ inline void bind_fault_report(py::module_& m) {
         .def_readonly("peer", &FaultReport::peer)
         .def_readonly("channel", &FaultReport::channel)
         .def_readonly("epoch", &FaultReport::epoch)
-        .def_readonly("seen", &FaultReport::seen);
+        .def_readonly("seen", &FaultReport::seen)
+        .def_readonly("mine", &FaultReport::mine);
 }
 
 }  // namespace hybrid_ep

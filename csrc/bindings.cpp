@@ -7,36 +7,48 @@ using namespace hybrid_ep;
 PYBIND11_MODULE(_nvlink, m) {
     m.attr("MAX_RANKS") = layout::kMaxRanks;
     m.attr("MAX_TOPK") = layout::kMaxTopk;
+    m.attr("SHARED_MEMORY") = layout::kBlockSmemBytes;
     m.def("tokens_by_sms", &tokens_by_sms);
+    m.def("shared_memory_per_block", &shared_memory_per_block);
 
     py::class_<RuntimeConfig>(m, "RuntimeConfig")
         .def(py::init([](int device, int rank, int num_ranks, int num_experts, int max_tokens,
                          int topk, int row_capacity, int inbox_row_bytes, int num_sms_publish,
                          int num_sms_dispatch, int num_sms_combine, int slice_bytes,
-                         double timeout_s, bool trace) {
-                 return RuntimeConfig{device,          rank,
-                                      num_ranks,       num_experts,
-                                      max_tokens,      topk,
-                                      row_capacity,    inbox_row_bytes,
-                                      num_sms_publish, num_sms_dispatch,
-                                      num_sms_combine, slice_bytes,
-                                      timeout_s,       trace};
+                         double timeout_s, int64_t num_routes, bool trace) {
+                 return RuntimeConfig{device,
+                                      rank,
+                                      num_ranks,
+                                      num_experts,
+                                      max_tokens,
+                                      topk,
+                                      row_capacity,
+                                      inbox_row_bytes,
+                                      num_sms_publish,
+                                      num_sms_dispatch,
+                                      num_sms_combine,
+                                      slice_bytes,
+                                      timeout_s,
+                                      num_routes,
+                                      trace};
              }),
              py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("num_ranks"),
              py::arg("num_experts"), py::arg("max_tokens"), py::arg("topk"),
              py::arg("row_capacity"), py::arg("inbox_row_bytes"), py::arg("num_sms_publish"),
              py::arg("num_sms_dispatch"), py::arg("num_sms_combine"), py::arg("slice_bytes"),
-             py::arg("timeout_s"), py::arg("trace"));
+             py::arg("timeout_s"), py::arg("num_routes"), py::arg("trace"));
 
     bind_fault_report(m);
 
     py::class_<Runtime> runtime(m, "Runtime");
     runtime.def(py::init<const RuntimeConfig&>())
-        .def("ipc_handle", [](const Runtime& self) { return py::bytes(self.ipc_handle()); })
+        .def("ipc_handle", [](Runtime& self) { return py::bytes(self.ipc_handle()); })
         .def("open_peers",
              [](Runtime& self, const std::vector<py::bytes>& handles) {
                  self.open_peers(std::vector<std::string>(handles.begin(), handles.end()));
              })
+        .def("unmap_peers", &Runtime::unmap_peers)
+        .def("free_now", &Runtime::free_now)
         .def("copy_peer", &Runtime::copy_peer);
     bind_verbs(runtime);
 

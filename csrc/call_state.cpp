@@ -5,12 +5,24 @@
 #include <thread>
 
 #include "check.h"
+#include "layout/buffer_layout.h"
 
 namespace hybrid_ep {
 
-CallState::CallState(double timeout_s, bool trace) : timeout_s_(timeout_s) {
+CallState::CallState(double timeout_s, bool trace, int64_t num_routes) : timeout_s_(timeout_s) {
+    try {
+        make(trace, num_routes);
+    } catch (...) {
+        destroy();
+        throw;
+    }
+}
+
+void CallState::make(bool trace, int64_t num_routes) {
     check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
-    check_cuda(cudaMemset(state_, 0, sizeof(DeviceState)), "call state");
+    DeviceState state{};
+    state.epoch[int(layout::Phase::kRoute)] = uint64_t(num_routes);
+    check_cuda(cudaMemcpy(state_, &state, sizeof(state), cudaMemcpyHostToDevice), "call state");
     if (trace) {
         check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.events),
                               Trace::kCapacity * sizeof(TraceEvent)),
@@ -37,7 +49,23 @@ void CallState::destroy() {
     fault_ = nullptr;
 }
 
-std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t stream) const {
+Watch CallState::watch(const void* calls) const {
+    // so long that half as much again, which some waits keep, does not overflow: 146 years
+    constexpr uint64_t kNever = 1ull << 62;
+    const double ns = timeout_s_ * 1e9;
+    const uint64_t timeout_ns = ns < double(kNever) ? uint64_t(ns) : kNever;
+    return {state_, fault_, static_cast<const uint64_t*>(calls), timeout_ns};
+}
+
+int64_t CallState::num_routes() const {
+    DeviceState state{};
+    check_cuda(cudaDeviceSynchronize(), "the kernels of the Buffer");
+    check_cuda(cudaMemcpy(&state, state_, sizeof(state), cudaMemcpyDeviceToHost), "call state");
+    return int64_t(state.epoch[int(layout::Phase::kRoute)]);
+}
+
+std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t stream,
+                                                bool (*is_interrupted)()) const {
     const auto* mail = mail_of(ticket);
     const auto start = std::chrono::steady_clock::now();
     // the kernels keep the deadline; this one is for a GPU that makes no progress at all
@@ -49,6 +77,7 @@ std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t st
         if (polls % (1 << 16) == 0) {
             cudaError_t error = cudaStreamQuery(stream);
             if (error != cudaErrorNotReady) check_cuda(error, "the kernels of a dispatch");
+            if (is_interrupted()) return std::nullopt;
         }
         std::this_thread::yield();
     }
@@ -72,8 +101,8 @@ std::optional<FaultReport> CallState::fault() const {
     if (fault_ == nullptr) return std::nullopt;
     const uint64_t kind = __atomic_load_n(&fault_->kind, __ATOMIC_ACQUIRE);
     if (kind == 0) return std::nullopt;
-    return FaultReport{int(kind),       fault_->phase, fault_->peer,
-                       fault_->channel, fault_->epoch, fault_->seen};
+    return FaultReport{int(kind),     fault_->phase, fault_->peer, fault_->channel,
+                       fault_->epoch, fault_->seen,  fault_->mine};
 }
 
 }  // namespace hybrid_ep

@@ -13,12 +13,14 @@ namespace hybrid_ep {
 
 struct FaultReport {
     int kind, phase, peer, channel;
-    uint64_t epoch, seen;
+    uint64_t epoch, seen, mine;
 };
 
 class CallState {
   public:
-    CallState(double timeout_s, bool trace);
+    // `timeout_s` may be infinite: then only the host can end a wait. `num_routes` have been made
+    // before, by a Buffer that was released: layouts of before are told apart from those to come.
+    CallState(double timeout_s, bool trace, int64_t num_routes);
     ~CallState() { destroy(); }
     CallState(const CallState&) = delete;
     CallState& operator=(const CallState&) = delete;
@@ -26,7 +28,10 @@ class CallState {
     // Idempotent. The GPU must have finished this rank's kernels.
     void destroy();
 
-    Watch watch() const { return {state_, fault_, uint64_t(timeout_s_ * 1e9)}; }
+    // `calls` is what peers announce to this rank, in its symmetric memory.
+    Watch watch(const void* calls) const;
+    // So far, with those before; waits for the GPU.
+    int64_t num_routes() const;
     const Trace& trace() const { return trace_; }
 
     // Where the next exact dispatch sends its number of rows: the ticket tells it from others.
@@ -35,12 +40,16 @@ class CallState {
 
     // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
     // came first or the deadline passed. Throws what CUDA says if the kernels failed.
-    std::optional<int64_t> required_rows(uint64_t ticket, cudaStream_t stream) const;
+    // `is_interrupted` is asked now and then whether to end the wait.
+    std::optional<int64_t> required_rows(uint64_t ticket, cudaStream_t stream,
+                                         bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
     // What the kernels noted since the last time; waits for the GPU.
     std::vector<TraceEvent> take_trace();
 
   private:
+    void make(bool trace, int64_t num_routes);
+
     static constexpr int kMailSlots = 256;
 
     double timeout_s_;

@@ -15,4 +15,12 @@ inline void check_cuda(cudaError_t error, const char* what) {
     }
 }
 
+// That a kernel may ask for.
+inline int shared_memory_per_block(int device) {
+    int bytes = 0;
+    check_cuda(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
+               "shared memory of the device");
+    return bytes;
+}
+
 }  // namespace hybrid_ep

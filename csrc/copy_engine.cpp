@@ -51,13 +51,18 @@ void raise_flag(uint64_t* at, uint64_t flag, cudaStream_t stream) {
 }  // namespace
 
 CopyEngine::CopyEngine(int device) : can_raise_flags_(can_raise_flags(device)) {
-    check_cuda(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "stream of copies");
-    check_cuda(cudaEventCreateWithFlags(&before_, cudaEventDisableTiming), "event of copies");
+    try {
+        check_cuda(cudaStreamCreateWithFlags(&own_, cudaStreamNonBlocking), "stream of copies");
+        check_cuda(cudaEventCreateWithFlags(&before_, cudaEventDisableTiming), "event of copies");
+    } catch (...) {
+        destroy();
+        throw;
+    }
 }
 
-CopyEngine::~CopyEngine() {
-    cudaEventDestroy(before_);
-    cudaStreamDestroy(own_);
+void CopyEngine::destroy() {
+    if (before_ != nullptr) cudaEventDestroy(before_);
+    if (own_ != nullptr) cudaStreamDestroy(own_);
 }
 
 bool CopyEngine::can_copy(int64_t stride, int row_bytes) const {

@@ -11,7 +11,7 @@ namespace hybrid_ep {
 class CopyEngine {
   public:
     explicit CopyEngine(int device);  // which is the current one
-    ~CopyEngine();
+    ~CopyEngine() { destroy(); }
     CopyEngine(const CopyEngine&) = delete;
     CopyEngine& operator=(const CopyEngine&) = delete;
 
@@ -32,6 +32,8 @@ class CopyEngine {
                             cudaStream_t stream);
 
   private:
+    void destroy();
+
     bool can_raise_flags_;
     cudaStream_t own_ = nullptr;
     cudaEvent_t before_ = nullptr;

@@ -4,6 +4,7 @@
 #include "call_state.h"
 #include "check.h"
 #include "kernels/kernels.h"
+#include "preconditions.h"
 #include "verbs.h"
 
 namespace hybrid_ep {
@@ -34,6 +35,21 @@ T* at(uintptr_t address) {
 }
 inline cudaStream_t to_stream(uintptr_t stream) { return reinterpret_cast<cudaStream_t>(stream); }
 
+// One word into the memory of each peer, past whatever the GPU's kernels wait for. Errors are not
+// raised: something has failed already, and perhaps CUDA itself.
+inline void tell_peers(const Peers& peers, int num_peers, int64_t offset, uint64_t word) {
+    cudaStream_t own = nullptr;
+    if (cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking) != cudaSuccess) return;
+    for (int peer = 0; peer < num_peers; ++peer) {
+        if (peers.base[peer] == nullptr) continue;
+        cudaMemcpyAsync(peers.base[peer] + offset, &word, sizeof(word), cudaMemcpyHostToDevice,
+                        own);
+    }
+    cudaStreamSynchronize(own);
+    cudaStreamDestroy(own);
+    cudaGetLastError();
+}
+
 // The same on one node and on several: what publishes the routing is not.
 inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& context,
                                                     int num_publish_blocks, const Choices& choices,
@@ -58,12 +74,13 @@ inline kernels::DispatchParams dispatch_params(const kernels::Context& context, 
     kernels::DispatchParams p{};
     p.context = context;
     p.record = {sent.row_bytes, sent.scale_bytes,
-                sent.weights != nullptr ? 4 * context.buffer.topk : 0};
+                sent.weights != nullptr ? 4 * context.buffer.topk : 0, sent.dtypes};
     p.end_parcel = layout::ceil_div(sent.num_tokens, layout::kParcelTokens);
     p.copied = {sent.num_tokens};
     p.sent = sent;
     p.slices = layout::SliceLayout::make(sent.row_bytes, slice_bytes);
     p.ring = layout::move_ring(p.slices, p.record);
+    require_dispatch(p);
     return p;
 }
 

@@ -10,6 +10,7 @@ namespace hybrid_ep {
 NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::NetworkKernels& kernels)
     : config_(config), kernels_(kernels) {
     DeviceGuard guard(config.device);
+    require_shared_memory(config.device);
     // one block per SM, all resident, and at least one for each role
     int num_sms = 0;
     check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.device),
@@ -22,8 +23,9 @@ NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::Netwo
                                ? 0
                                : std::clamp(config.num_sms_send, 1, config_.num_sms_dispatch - 1);
 
-    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
+    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace, config.num_routes);
     context_.relay = config.layout();
+    require_at_most("bytes of symmetric memory", context_.relay.total_bytes, kMostTermBytes);
     context_.node = config.rank / config.ranks_per_node;
     context_.local_rank = config.rank % config.ranks_per_node;
     context_.uses_mapped = config.uses_mapped;
@@ -32,7 +34,6 @@ NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::Netwo
     context_.world.num_peers = config.ranks_per_node;
     context_.world.buffer = context_.relay.world;
     context_.world.handle = layout::HandleLayout::make(context_.relay.world);
-    context_.world.watch = calls_->watch();
     context_.world.trace = calls_->trace();
     context_.kept = layout::RelayHandleLayout::make(context_.world.handle, config.num_nodes);
     routing_blocks_ = std::min(context_.relay.world.num_chunks, 64);
@@ -47,6 +48,7 @@ void NetworkRuntime::attach(const std::vector<uintptr_t>& peers,
     for (size_t node = 0; node < rails.size(); ++node) {
         context_.rails.base[node] = at<char>(rails[node]);
     }
+    context_.world.watch = calls_->watch(context_.at(context_.relay.world.calls_offset));
     check_cuda(cudaMemset(context_.mine(), 0, symmetric_bytes()), "zeroing symmetric memory");
     check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
 }
@@ -65,6 +67,7 @@ void NetworkRuntime::destroy() {
 uint64_t NetworkRuntime::route(const Choices& choices, const NewLayout& layout, bool want_mail,
                                uintptr_t stream) {
     DeviceGuard guard(config_.device);
+    require_route(context_.relay.world, choices, layout);
     kernels::SpreadRoutingParams spread{};
     spread.context = context_;
     spread.choices = choices;
@@ -89,13 +92,17 @@ void NetworkRuntime::end_dispatch(const Received& received, uintptr_t stream) {
     rows_.dispatch.pulls = true;
     rows_.dispatch.received = received;
     rows_.dispatch.num_blocks = config_.num_sms_dispatch - config_.num_sms_send;
-    rows_.num_send_blocks = config_.num_sms_send;
+    rows_.dispatch.first_block = rows_.num_send_blocks = config_.num_sms_send;
     kernels_.relay_rows(rows_, to_stream(stream));
 }
 
 void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    publish_early(stream);
+}
+
+void NetworkRuntime::publish_early(uintptr_t stream) {
     publish_early_parcels(rows_.dispatch);
     rows_.dispatch.num_blocks = config_.num_sms_publish;
     kernels_.relay_rows(rows_, to_stream(stream));
@@ -103,13 +110,16 @@ void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
 
 uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& layout,
                                        const Sent& sent, uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    begin_dispatch(sent);  // which may refuse it
     const uint64_t ticket = route(choices, layout, true, stream);
-    publish(sent, stream);
+    publish_early(stream);
     return ticket;
 }
 
 void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
+    require_received(rows_.dispatch, received);
     publish_rest(rows_.dispatch);
     end_dispatch(received, stream);
 }
@@ -117,13 +127,17 @@ void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
 void NetworkRuntime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    require_received(rows_.dispatch, received);
     end_dispatch(received, stream);
 }
 
 void NetworkRuntime::dispatch_fresh(const Choices& choices, const NewLayout& layout,
                                     const Sent& sent, const Received& received, uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    begin_dispatch(sent);
+    require_received(rows_.dispatch, received);
     route(choices, layout, false, stream);
-    dispatch(sent, received, stream);
+    end_dispatch(received, stream);
 }
 
 void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
@@ -137,15 +151,28 @@ void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
     p.num_push_blocks = config_.num_sms_combine - p.num_forward_blocks - p.num_home_blocks;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
+    require_combine(context_.world, summed, config_.inbox_row_bytes, p.ring);
     kernels_.relay_sums(p, to_stream(stream));
 }
 
-std::optional<int64_t> NetworkRuntime::required_rows(uint64_t ticket, uintptr_t stream) const {
-    return calls_->required_rows(ticket, to_stream(stream));
+std::optional<int64_t> NetworkRuntime::required_rows(uint64_t ticket, uintptr_t stream,
+                                                     bool (*is_interrupted)()) const {
+    return calls_->required_rows(ticket, to_stream(stream), is_interrupted);
 }
 
 std::optional<FaultReport> NetworkRuntime::fault() const {
     return calls_ == nullptr ? std::nullopt : calls_->fault();
+}
+
+void NetworkRuntime::give_up(int reason) {
+    DeviceGuard guard(config_.device);
+    tell_peers(context_.world.peers, config_.ranks_per_node,
+               context_.relay.world.gave_up(config_.rank), uint64_t(reason));
+}
+
+int64_t NetworkRuntime::num_routes() const {
+    DeviceGuard guard(config_.device);
+    return calls_->num_routes();
 }
 
 std::vector<TraceEvent> NetworkRuntime::take_trace() {

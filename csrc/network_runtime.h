@@ -20,7 +20,8 @@ struct NetworkConfig {
     int row_capacity, inbox_row_bytes;
     int chunk_tokens, window;  // tokens of a slot, slots to each rail peer
     int num_sms_publish, num_sms_dispatch, num_sms_combine, num_sms_send, slice_bytes;
-    double timeout_s;
+    double timeout_s;    // may be infinite
+    int64_t num_routes;  // made before, by a Buffer that was released
     bool trace, uses_mapped;
 
     layout::RelayLayout layout() const {
@@ -56,12 +57,18 @@ class NetworkRuntime {
                         const Received& received, uintptr_t stream);
     void combine(const Summed& summed, uintptr_t stream);
 
-    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;
+    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream,
+                                         bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
+    // Tells the peers of my node that this rank makes no more calls, for a reason of errors.py.
+    void give_up(int reason);
+    // So far, with those before the Buffer was released; waits for the GPU.
+    int64_t num_routes() const;
     std::vector<TraceEvent> take_trace();
 
   private:
     void begin_dispatch(const Sent& sent);
+    void publish_early(uintptr_t stream);
     void end_dispatch(const Received& received, uintptr_t stream);
 
     NetworkConfig config_;

@@ -15,7 +15,7 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
                           int max_tokens, int topk, int row_capacity, int inbox_row_bytes,
                           int chunk_tokens, int window, int num_sms_publish, int num_sms_dispatch,
                           int num_sms_combine, int num_sms_send, int slice_bytes, double timeout_s,
-                          bool trace, bool uses_mapped) {
+                          int64_t num_routes, bool trace, bool uses_mapped) {
     return {device,
             rank,
             num_nodes,
@@ -33,6 +33,7 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
             num_sms_send,
             slice_bytes,
             timeout_s,
+            num_routes,
             trace,
             uses_mapped};
 }
@@ -45,6 +46,8 @@ uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(p
 PYBIND11_MODULE(_nvshmem, m) {
     m.attr("MAX_NODE_RANKS") = layout::kMaxNodeRanks;
     m.attr("MAX_CHUNK_TOKENS") = layout::kMaxChunkTokens;
+    m.attr("SHARED_MEMORY") = layout::kBlockSmemBytes;
+    m.def("shared_memory_per_block", &shared_memory_per_block);
 
     py::class_<NetworkConfig>(m, "NetworkConfig", py::module_local())
         .def(py::init(&make_config), py::kw_only(), py::arg("device"), py::arg("rank"),
@@ -53,7 +56,7 @@ PYBIND11_MODULE(_nvshmem, m) {
              py::arg("inbox_row_bytes"), py::arg("chunk_tokens"), py::arg("window"),
              py::arg("num_sms_publish"), py::arg("num_sms_dispatch"), py::arg("num_sms_combine"),
              py::arg("num_sms_send"), py::arg("slice_bytes"), py::arg("timeout_s"),
-             py::arg("trace"), py::arg("uses_mapped") = true)
+             py::arg("num_routes"), py::arg("trace"), py::arg("uses_mapped") = true)
         .def_property_readonly("symmetric_bytes",
                                [](const NetworkConfig& self) { return self.layout().total_bytes; })
         .def_property_readonly("handle_words", [](const NetworkConfig& self) {
@@ -82,7 +85,7 @@ PYBIND11_MODULE(_nvshmem, m) {
             whole.total_bytes = relay.total_bytes;
             return new memory::PeerMemory(config.rank, whole);
         }))
-        .def("handle", [](const memory::PeerMemory& self) { return py::bytes(self.handle()); })
+        .def("handle", [](memory::PeerMemory& self) { return py::bytes(self.handle()); })
         .def("open",
              [](memory::PeerMemory& self, const std::vector<py::bytes>& handles) {
                  self.open(std::vector<std::string>(handles.begin(), handles.end()));

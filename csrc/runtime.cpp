@@ -7,6 +7,7 @@
 namespace hybrid_ep {
 Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     DeviceGuard guard(config.device);
+    require_shared_memory(config.device);
     buffer_ = layout::BufferLayout::make(config.num_ranks, config.num_experts, config.max_tokens,
                                          config.topk, config.row_capacity, config.inbox_row_bytes);
     handle_ = layout::HandleLayout::make(buffer_);
@@ -22,11 +23,23 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     config_.num_sms_combine = std::min(config.num_sms_combine, most);
 
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
-    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace);
+    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace, config.num_routes);
     engine_ = std::make_unique<CopyEngine>(config.device);
 }
 
 Runtime::~Runtime() { destroy(); }
+
+void Runtime::unmap_peers() {
+    DeviceGuard guard(config_.device);
+    cudaDeviceSynchronize();
+    memory_->unmap_peers();
+}
+
+void Runtime::free_now() {
+    DeviceGuard guard(config_.device);
+    memory_->free_now();
+    destroy();
+}
 
 void Runtime::destroy() {
     if (memory_ == nullptr) return;
@@ -42,13 +55,15 @@ void Runtime::destroy() {
 }
 
 kernels::Context Runtime::context() const {
-    return {memory_->peers(), config_.rank,   0, config_.num_ranks, buffer_, handle_,
-            calls_->watch(),  calls_->trace()};
+    const Watch watch = calls_->watch(memory_->mine() + buffer_.calls_offset);
+    return {memory_->peers(), config_.rank, 0,     config_.num_ranks,
+            buffer_,          handle_,      watch, calls_->trace()};
 }
 
 uint64_t Runtime::route(const Choices& choices, const NewLayout& layout, bool want_mail,
                         uintptr_t stream) {
     DeviceGuard guard(config_.device);
+    require_route(buffer_, choices, layout);
     kernels::PublishRoutingParams publish{};
     publish.context = context();
     publish.choices = choices;
@@ -79,7 +94,7 @@ void Runtime::copy_by_engine(const Sent& sent, cudaStream_t stream) {
     char* outbox = memory_->peers().base[config_.rank] + buffer_.record(call, 0);
     dispatch_.copied =
         engine_->copy({sent.x, sent.x_stride}, {outbox, buffer_.record_bytes}, sent.row_bytes,
-                      begin, sent.num_tokens, calls_->watch().state->rows_copied,
+                      begin, sent.num_tokens, dispatch_.context.watch.state->rows_copied,
                       flag_value(call, kCopiedSignature), stream);
 }
 
@@ -96,8 +111,7 @@ void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
     ++num_dispatches_;
 }
 
-void Runtime::publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream) {
-    begin_dispatch(sent);
+void Runtime::publish_early(bool behind_routing, cudaStream_t stream) {
     dispatch_.behind_routing = behind_routing;
     dispatch_.num_blocks = config_.num_sms_publish;
     publish_early_parcels(dispatch_);
@@ -106,19 +120,22 @@ void Runtime::publish_early(const Sent& sent, bool behind_routing, cudaStream_t 
 
 void Runtime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
-    publish_early(sent, false, to_stream(stream));
+    begin_dispatch(sent);
+    publish_early(false, to_stream(stream));
 }
 
 uint64_t Runtime::publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
                                 uintptr_t stream) {
     DeviceGuard guard(config_.device);
+    begin_dispatch(sent);  // which may refuse it
     const uint64_t ticket = route(choices, layout, true, stream);
-    publish_early(sent, true, to_stream(stream));
+    publish_early(true, to_stream(stream));
     return ticket;
 }
 
 void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
+    require_received(dispatch_, received);
     dispatch_.behind_routing = false;
     publish_rest(dispatch_);
     end_dispatch(received, to_stream(stream));
@@ -127,6 +144,7 @@ void Runtime::pull(const Received& received, uintptr_t stream) {
 void Runtime::dispatch(const Sent& sent, const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    require_received(dispatch_, received);
     copy_by_engine(sent, to_stream(stream));
     end_dispatch(received, to_stream(stream));
 }
@@ -135,6 +153,8 @@ void Runtime::dispatch_fresh(const Choices& choices, const NewLayout& layout, co
                              const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    require_route(buffer_, choices, layout);
+    require_received(dispatch_, received);
     dispatch_.behind_routing = true;
     copy_by_engine(sent, to_stream(stream));  // it need not know the routing
     route(choices, layout, false, stream);
@@ -149,6 +169,7 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     p.num_blocks = config_.num_sms_combine;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
+    require_combine(p.context, summed, config_.inbox_row_bytes, p.ring);
     kernels::launch_combine(p, to_stream(stream));
 }
 
@@ -163,17 +184,29 @@ int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, 
     p.to = memory_->peers().base[push ? peer : config_.rank] + buffer_.outbox_offset + half;
     p.num_bytes = std::min(num_bytes, half) / layout::kBulkAlign * layout::kBulkAlign;
     p.num_blocks = num_sms;
-    p.ring = layout::move_ring(slices, {buffer_.inbox_row_bytes, 0, 0});
+    p.ring = layout::move_ring(slices, {buffer_.inbox_row_bytes, 0, 0, 0});
     kernels::launch_copy_peer(p, to_stream(stream));
     return p.num_bytes;
 }
 
-std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream) const {
-    return calls_->required_rows(ticket, to_stream(stream));
+std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream,
+                                              bool (*is_interrupted)()) const {
+    return calls_->required_rows(ticket, to_stream(stream), is_interrupted);
 }
 
 std::optional<FaultReport> Runtime::fault() const {
     return calls_ == nullptr ? std::nullopt : calls_->fault();
+}
+
+void Runtime::give_up(int reason) {
+    DeviceGuard guard(config_.device);
+    tell_peers(memory_->peers(), config_.num_ranks, buffer_.gave_up(config_.rank),
+               uint64_t(reason));
+}
+
+int64_t Runtime::num_routes() const {
+    DeviceGuard guard(config_.device);
+    return calls_->num_routes();
 }
 
 std::vector<TraceEvent> Runtime::take_trace() {

@@ -30,7 +30,8 @@ struct RuntimeConfig {
     int device, rank, num_ranks, num_experts, max_tokens, topk;
     int row_capacity, inbox_row_bytes;
     int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
-    double timeout_s;
+    double timeout_s;    // may be infinite
+    int64_t num_routes;  // made before, by a Buffer that was released
     bool trace;
 };
 
@@ -41,9 +42,13 @@ class Runtime {
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
 
-    std::string ipc_handle() const { return memory_->handle(); }
+    std::string ipc_handle() { return memory_->handle(); }
     void open_peers(const std::vector<std::string>& handles) { memory_->open(handles); }
+    // Waits for no peer; what peers may still map is kept aside. Idempotent.
     void destroy();
+    // The same where all ranks take part: first all unmap, then, after a barrier, all free.
+    void unmap_peers();
+    void free_now();
 
     int64_t handle_words() const { return handle_.num_words; }
     int64_t symmetric_bytes() const { return buffer_.total_bytes; }
@@ -75,8 +80,13 @@ class Runtime {
 
     // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
     // came first or the deadline passed. Throws what CUDA says if the kernels failed.
-    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream) const;
+    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream,
+                                         bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
+    // Tells the peers that this rank makes no more calls, for a reason of errors.py.
+    void give_up(int reason);
+    // So far, with those before the Buffer was released; waits for the GPU.
+    int64_t num_routes() const;
     // What the kernels noted since the last time; waits for the GPU.
     std::vector<TraceEvent> take_trace();
 
@@ -85,7 +95,7 @@ class Runtime {
     bool engine_can_publish(const Sent& sent, cudaStream_t stream);
     void copy_by_engine(const Sent& sent, cudaStream_t stream);
     void begin_dispatch(const Sent& sent);
-    void publish_early(const Sent& sent, bool behind_routing, cudaStream_t stream);
+    void publish_early(bool behind_routing, cudaStream_t stream);
     void end_dispatch(const Received& received, cudaStream_t stream);
 
     RuntimeConfig config_;

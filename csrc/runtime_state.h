@@ -10,13 +10,20 @@ struct Peers {
     char* base[layout::kMaxRanks];
 };
 
-enum class FaultKind : uint64_t { kNone = 0, kTimeout = 1, kOtherCall = 2, kBadExpert = 3 };
+enum class FaultKind : uint64_t {
+    kNone = 0,
+    kTimeout = 1,
+    kOtherCall = 2,
+    kBadExpert = 3,
+    kPeerGaveUp = 4,
+};
 
 // In mapped host memory. `kind` is written last.
 struct Fault {
     uint64_t kind;
     int32_t phase, peer, channel, unused;
     uint64_t epoch, seen;
+    uint64_t mine;  // kOtherCall: my announcement, `seen` is the peer's
 };
 
 // The number of rows of an exact dispatch, on its way to the waiting host. In mapped host memory;
@@ -36,10 +43,13 @@ constexpr uint32_t kCopiedSignature = 0;  // of the copy engine's flags
 struct DeviceState {
     static constexpr int kCopySteps = 16;
 
-    uint64_t epoch[3];  // calls finished, by phase
-    uint32_t blocks_done;
-    uint32_t steps_taken;   // of the walk over the copies of the call (device/copy_walk.cuh)
-    uint32_t tokens_taken;  // of the sums at home
+    uint64_t epoch[3];          // calls finished, by phase; their sum is the number of verbs
+    uint64_t announcement[3];   // of the latest call of a phase
+    uint32_t blocks_started;    // of the call, as far as the order matters
+    uint32_t blocks_done;       // the four below and these two: zero between calls
+    uint32_t steps_taken;       // of the walk over the copies of the call (device/copy_walk.cuh)
+    uint32_t tokens_taken;      // of the sums at home
+    uint32_t parcels_taken[2];  // by the launch that publishes early, and by the one that pulls
     uint32_t faulted;
     uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
 };
@@ -78,6 +88,7 @@ struct Trace {
 struct Watch {
     DeviceState* state;
     Fault* fault;
+    const uint64_t* calls;  // [ranks, layout::kCallWords], what peers announce to me
     uint64_t timeout_ns;
 };
 

@@ -32,6 +32,7 @@ struct Sent {
     const char* scales;  // [T, scale_bytes], scales_stride bytes apart
     int64_t scales_stride;
     int scale_bytes;
+    int dtypes;  // of x and the scales, as a number: peers must have the same
     int num_tokens;
     int32_t* words;  // of its layout
 };
@@ -49,6 +50,7 @@ enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 // A combine: sums of rows come home as y, and values, if there are any, as home_values.
 struct Summed {
     const char* rows;  // [M, row_bytes]
+    int64_t num_rows;
     SumType type;
     int row_bytes;
     const float *weights, *values;  // [M]

@@ -6,8 +6,23 @@ import functools
 from typing import Any
 
 
+GIVE_UP_REASONS = {
+    1: "because it ran out of memory",
+    2: "because it was interrupted",
+    3: "because a call of its own failed",
+}
+"""What a rank may tell its peers when it cannot go on, by the word that travels."""
+
+
+def give_up_reason(error: BaseException) -> int:
+    """The word for an error, of ``GIVE_UP_REASONS``."""
+    if isinstance(error, MemoryError) or "out of memory" in str(error):
+        return 1
+    return 3 if isinstance(error, Exception) else 2
+
+
 class PeerError(RuntimeError):
-    """A rank waited for a peer that died, came too late, or made a different call.
+    """A rank waited for a peer that died, came too late, gave up, or made a different call.
 
     After it the buffer is unusable: every later call on it raises the same error again.
 

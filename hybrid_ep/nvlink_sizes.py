@@ -10,6 +10,7 @@ from hybrid_ep.limits import round_up
 CHUNK_TOKENS = 128
 PARCEL_TOKENS = 16
 MAX_CHANNELS = 256
+CALL_WORDS = 5  # a source announces four verbs in turn, and that it has given up
 REGION_ALIGN = 128
 
 
@@ -40,7 +41,7 @@ def symmetric_regions(
     ranks, tokens = ranks_per_node, max_tokens
     record = record_bytes(hidden=hidden, topk=topk, itemsize=itemsize, scale_bytes=scale_bytes)
     num_chunks = -(-tokens // CHUNK_TOKENS)
-    flags = round_up(MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 3, 16)  # of a source
+    flags = round_up(MAX_CHANNELS + -(-tokens // PARCEL_TOKENS) + 1, 16)  # of a source
     most_others = min(topk, ranks - 1)  # other ranks that a token goes to
     experts = round_up(num_chunks * CHUNK_TOKENS * topk * 2, 128)  # int16
     chunk_counts = round_up((num_local_experts + 1) * num_chunks * 2, 128)  # uint16
@@ -49,7 +50,8 @@ def symmetric_regions(
         "routing_inbox": 2 * ranks * (experts + chunk_counts),
         "inbox": tokens * most_others * round_up(hidden * max(2, itemsize), 16),
         "value_inbox": tokens * topk * 4,
-        "flags": ranks * (flags + 1) * 8,
+        "flags": ranks * flags * 8,
+        "calls": ranks * CALL_WORDS * 8,
         "sum_flags": tokens * most_others * 8,
     }
     return {name: round_up(size, REGION_ALIGN) for name, size in regions.items()}

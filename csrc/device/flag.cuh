@@ -4,6 +4,11 @@
 // and a rank that is a call ahead still satisfies who waits for the call before. The signature
 // tells apart peers that agree on the number but not on what they are doing.
 //
+// Beside the flags each rank announces every verb that it begins (layout/announcement.h). No verb
+// ends before its rank has seen equal announcements of its peers, so verbs that do not belong
+// together are a fault; who waits in vain looks at them too, and hears at once that the peer makes
+// another verb or has given up.
+//
 // Every wait keeps a deadline. When it passes, the first waiter of the GPU writes down whom it
 // waited for, the kernel runs out without doing its work, and so does every later one of this
 // Buffer; the host turns the record into a Python exception.
@@ -22,13 +27,14 @@ __device__ __forceinline__ uint64_t current_epoch(const DeviceState* state, Phas
     return *reinterpret_cast<const volatile uint64_t*>(&state->epoch[int(phase)]) + 1;
 }
 
+// Warps of a block may see it change at different times: one thread asks, for those who share work.
 __device__ __forceinline__ bool has_fault(const DeviceState* state) {
     return ptx::load_volatile(&state->faulted) != 0;
 }
 
 // Any thread; the first one wins.
 __device__ inline void report_fault(const Watch& watch, FaultKind kind, Phase phase, int peer,
-                                    int channel, uint64_t epoch, uint64_t seen) {
+                                    int channel, uint64_t epoch, uint64_t seen, uint64_t mine = 0) {
     if (atomicCAS(&watch.state->faulted, 0u, 1u) != 0u) return;
     volatile Fault* fault = watch.fault;
     fault->phase = int(phase);
@@ -36,8 +42,83 @@ __device__ inline void report_fault(const Watch& watch, FaultKind kind, Phase ph
     fault->channel = channel;
     fault->epoch = epoch;
     fault->seen = seen;
+    fault->mine = mine;
     ptx::store_release(const_cast<uint64_t*>(&fault->kind), uint64_t(kind));
 }
+
+// ---- announcements of verbs
+
+// The number of the verb being made, where no kernel of the verb before may still run.
+__device__ __forceinline__ uint64_t current_verb(const DeviceState* state) {
+    auto* epoch = reinterpret_cast<const volatile uint64_t*>(state->epoch);
+    return epoch[int(Phase::kRoute)] + epoch[int(Phase::kDispatch)] + epoch[int(Phase::kCombine)] +
+           1;
+}
+
+__device__ __forceinline__ uint64_t announced_by(const Watch& watch, int peer, uint64_t mine) {
+    return ptx::load_acquire(watch.calls + peer * layout::kCallWords +
+                             layout::verb_of(mine) % layout::kAnnouncedVerbs);
+}
+
+// Waits for a free inbox belong to the combine that begins.
+__device__ __forceinline__ uint64_t* announcement_at(DeviceState* state, Phase phase) {
+    return &state->announcement[phase == Phase::kInboxFree ? int(Phase::kCombine) : int(phase)];
+}
+
+// For this rank's own waits, before peers hear of it.
+__device__ __forceinline__ void remember_announcement(const Watch& watch, Phase phase,
+                                                      uint64_t announcement) {
+    *const_cast<volatile uint64_t*>(announcement_at(watch.state, phase)) = announcement;
+}
+
+// Whether `peer`, which somebody waits for in vain, has given up or makes another verb than mine.
+// Ranks that announce nothing to me never do.
+__device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, int channel,
+                                     uint64_t epoch) {
+    const uint64_t reason =
+        ptx::load_acquire(watch.calls + peer * layout::kCallWords + layout::kGaveUpWord);
+    if (reason != 0) {
+        report_fault(watch, FaultKind::kPeerGaveUp, phase, peer, channel, epoch, reason);
+        return true;
+    }
+    const uint64_t mine =
+        *const_cast<const volatile uint64_t*>(announcement_at(watch.state, phase));
+    const uint64_t theirs = announced_by(watch, peer, mine);
+    if (theirs == 0 || theirs == mine || layout::verb_of(theirs) != layout::verb_of(mine)) {
+        return false;
+    }
+    report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, theirs, mine);
+    return true;
+}
+
+// Any single thread, until `peer` has announced the verb that I announced as `mine`. False: give
+// up.
+__device__ inline bool await_announced(const Watch& watch, Phase phase, int peer, uint64_t epoch,
+                                       uint64_t mine) {
+    constexpr int kChannel = 0;  // of announcements there is one
+    uint64_t start = 0;
+    for (uint32_t polls = 1;; ++polls) {
+        const uint64_t theirs = announced_by(watch, peer, mine);
+        if (theirs == mine) return true;
+        if (theirs != 0 && layout::verb_of(theirs) == layout::verb_of(mine)) {
+            report_fault(watch, FaultKind::kOtherCall, phase, peer, kChannel, epoch, theirs, mine);
+            return false;
+        }
+        if (polls % 64 != 0) continue;
+        const uint64_t now = ptx::global_timer_ns();
+        if (start == 0) start = now;
+        if (has_fault(watch.state) || will_not_come(watch, phase, peer, kChannel, epoch)) {
+            return false;
+        }
+        if (now - start > watch.timeout_ns) {
+            report_fault(watch, FaultKind::kTimeout, phase, peer, kChannel, epoch,
+                         (epoch - 1) << 16);
+            return false;
+        }
+    }
+}
+
+// ---- flags
 
 // Waits until `flag`, which `peer` writes, reaches this call. Any single thread; acquires what the
 // peer wrote before it signalled (for bulk copies of it, add fence_proxy_async). False: give up.
@@ -50,6 +131,7 @@ __device__ inline bool wait_flag(const uint64_t* flag, uint64_t epoch, uint32_t 
             uint64_t now = ptx::global_timer_ns();
             if (start == 0) start = now;
             if (has_fault(watch.state)) return false;
+            if (will_not_come(watch, phase, peer, channel, epoch)) return false;
             if (now - start > watch.timeout_ns) {
                 report_fault(watch, FaultKind::kTimeout, phase, peer, channel, epoch, seen);
                 return false;
@@ -102,7 +184,9 @@ __device__ inline bool is_last_block(DeviceState* state) {
         __threadfence();
         last = atomicAdd(&state->blocks_done, 1u) == gridDim.x - 1;
         if (last) {
-            state->blocks_done = state->steps_taken = state->tokens_taken = 0;
+            state->blocks_started = state->blocks_done = 0;
+            state->steps_taken = state->tokens_taken = 0;
+            state->parcels_taken[0] = state->parcels_taken[1] = 0;
             __threadfence();
         }
     }

@@ -67,6 +67,7 @@ class Deadline {
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
+        if (will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) return false;
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.patience);
         if (verdict == 0 && !too_late) return true;
@@ -91,6 +92,18 @@ class Deadline {
     uint64_t start_ = 0;
     uint32_t polls_ = 0;
 };
+
+// The warp: what a rank tells its node by announce(), to its rail peers.
+template <typename Network>
+__device__ void announce_to_rail(const NodeContext& context, const Network& network,
+                                 uint64_t announcement) {
+    const int64_t mine =
+        context.relay.world.announced(context.world.rank, layout::verb_of(announcement));
+    for (int node = lane_id(); node < context.relay.num_nodes; node += kWarp) {
+        if (node == context.node) continue;
+        network.signal(context.flag_at(mine), announcement, context.rail_peer(node));
+    }
+}
 
 // The warp, having given up: rail peers who wait for what comes after raise the same name.
 template <typename Network>

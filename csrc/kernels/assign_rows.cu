@@ -9,7 +9,7 @@
 #include "device/flag.cuh"
 #include "device/trace.cuh"
 #include "device/warp.cuh"
-#include "kernels/kernels.h"
+#include "kernels/announce.cuh"
 #include "kernels/launch.cuh"
 
 namespace hybrid_ep::kernels {
@@ -109,6 +109,16 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
     }
 }
 
+// The whole block: the peers make this verb too, not only a route of this number.
+__device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& handle,
+                           uint64_t epoch) {
+    const uint64_t mine =
+        layout::announcement(uint32_t(handle.header[layout::HandleLayout::kRouteVerb]), epoch,
+                             int(Phase::kRoute), p.context.buffer.topk);
+    return __syncthreads_and(
+        await_announcements(p.context, Phase::kRoute, epoch, mine, threadIdx.x, kThreads));
+}
+
 // A thread per token of the chunk; all threads of the block call it.
 __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
                             const layout::HandleView& handle, int source, int chunk,
@@ -189,6 +199,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
                         b.topk & 0xFFFF, watch)) {
         return;
     }
+    if (blockIdx.x == 0 && !await_call(p, handle, epoch)) return;
     waiting.stop(Span::kAwaitRouting, epoch);
     const Stopwatch assigning(p.context.trace);
     sum_counts(p, smem, source, chunk, epoch);

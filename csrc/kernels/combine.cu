@@ -5,10 +5,12 @@
 //                                in rank order --sum--> y[token]                              home
 //
 // Half of the blocks push first, the others add at home what has come; who has pushed all helps
-// them. Pushing waits for nobody, so adding at home always ends.
+// them. Pushing waits for nobody, and the first block that gets an SM pushes until nothing is left:
+// so adding at home always ends, however few blocks are resident.
 // The inbox is one per Buffer: a pusher first looks whether the home has read the call before.
 // `values`, one float per row, ride along unsummed: they are the gradients of the weights.
 #include "device/copy_walk.cuh"
+#include "kernels/announce.cuh"
 #include "kernels/combine_block.cuh"
 #include "kernels/launch.cuh"
 
@@ -21,7 +23,8 @@ constexpr uint32_t kFreeSignature = 1;
 constexpr int kMostPushers = 22;
 
 __host__ __device__ uint32_t signature(const CombineParams& p) {
-    return layout::RecordLayout{p.summed.row_bytes, 0, p.summed.values != nullptr ? 4 : 0}
+    return layout::RecordLayout{p.summed.row_bytes, 0, p.summed.values != nullptr ? 4 : 0,
+                                int(p.summed.type)}
         .signature();
 }
 
@@ -163,13 +166,18 @@ class Walker {
     uint64_t epoch_;
 };
 
-__device__ bool is_pusher() {
+__device__ uint64_t announcement_of(const CombineParams& p) {
+    return kernels::announcement_of(p.context, Phase::kCombine, p.summed.words, signature(p));
+}
+
+// Of the block that is the n-th to start, from 0.
+__device__ bool is_pusher(int n) {
     const int pushers = min(int(gridDim.x + 1) / 2, kMostPushers);
-    return int(blockIdx.x) * pushers % int(gridDim.x) < pushers;
+    return n * pushers % int(gridDim.x) < pushers;
 }
 
 // One warp. It ends when all is stored, so it knows what the ring did until when.
-__device__ void announce(const CombineParams& p, RingSmem& ring, uint64_t epoch) {
+__device__ void tell_homes(const CombineParams& p, RingSmem& ring, uint64_t epoch) {
     const Trace& trace = p.context.trace;
     const uint64_t begin = ptx::global_timer_ns();
     const uint64_t value = flag_value(epoch, signature(p));
@@ -186,31 +194,34 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     __shared__ CombineSmem smem;
+    __shared__ int nth;  // to start, of the blocks
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
     const Stopwatch waiting(p.context.trace);
+    if (__syncthreads_or(has_fault(watch.state))) return;
+    if (threadIdx.x == 0) nth = int(atomicAdd(&watch.state->blocks_started, 1u));
+    if (blockIdx.x == 0) {
+        announce(p.context, Phase::kCombine, announcement_of(p), threadIdx.x, blockDim.x);
+    }
     if (!wait_all_flags(p.context.mine(), b, Phase::kInboxFree, 1, epoch - 1,
                         epoch == 1 ? 0 : kFreeSignature, watch)) {
         return;
     }
     waiting.stop(Span::kAwaitInbox, epoch);
-    if (blockIdx.x == 0) {
-        signal_all_ranks(p.context.peers, b, Phase::kCombine, p.context.rank, 0, epoch,
-                         signature(p));
-    }
 
     init(smem, p.ring, false);
     __syncthreads();
     run_combine<T, kWeighted>(
         p.ring, p.slices, p.summed.row_bytes, dynamic_smem, smem,
-        [&](SumJobs& jobs) { return Walker(p, jobs, epoch).run(is_pusher()); },
-        [&](RingSmem& ring) { announce(p, ring, epoch); });
+        [&](SumJobs& jobs) { return Walker(p, jobs, epoch).run(is_pusher(nth)); },
+        [&](RingSmem& ring) { tell_homes(p, ring, epoch); });
     __syncthreads();
     if (smem.failed) return;
     // all ranks make this call, even those that nothing came from
     if (blockIdx.x == 0 &&
-        !wait_all_flags(p.context.mine(), b, Phase::kCombine, 1, epoch, signature(p), watch)) {
+        !__syncthreads_and(await_announcements(p.context, Phase::kCombine, epoch,
+                                               announcement_of(p), threadIdx.x, blockDim.x))) {
         return;
     }
     if (is_last_block(watch.state)) {

@@ -33,7 +33,7 @@ class OutboxWalker {
         const Context& c = p_.context;
         CopyWalk::Taken mine;
         while (walk_.take(mine)) {
-            const bool has_copy = mine.valid && mine.copy.num_rows > 0;
+            const bool has_copy = mine.valid && mine.copy.num_rows > 0 && has_rows(p_);
             if (!await_announced(has_copy, mine)) break;
             FoundCopy found{};
             if (has_copy) {

@@ -2,6 +2,7 @@
 // differs (dispatch.cu, internode_rows.cuh).
 #pragma once
 
+#include "kernels/announce.cuh"
 #include "kernels/padding.cuh"
 #include "kernels/publish.cuh"
 #include "kernels/pull.cuh"
@@ -31,44 +32,44 @@ __device__ __forceinline__ int num_writers(const DispatchParams& p) {
     return kDispatchWarps - first_writer(p);
 }
 
+// The how-manieth of a dispatch's blocks.
+__device__ __forceinline__ int block_of(const DispatchParams& p) {
+    return int(blockIdx.x) - p.first_block;
+}
+
 // ---- the call as a whole
 
-// One warp of the grid, at its beginning: this rank has finished the call before.
-__device__ inline void announce_arrival(const DispatchParams& p, uint64_t epoch) {
-    for (int peer = lane_id(); peer < p.context.num_peers; peer += kWarp) {
-        ptx::store_release(flag_in(p, peer, p.context.rank, p.context.buffer.arrival_channel()),
-                           flag_value(epoch, p.record.signature()));
-    }
+// One warp of the grid announces the call at its beginning; this rank has ended the call before.
+__device__ inline uint64_t announcement_of(const DispatchParams& p) {
+    const uint32_t signature = p.record.signature();
+    return p.behind_routing ? announcement_behind_route(p.sent.words, signature)
+                            : announcement_of(p.context, Phase::kDispatch, p.sent.words, signature);
 }
 
 // And before the call ends: all peers make it too, even those that I have no copy from. So none of
 // them still pulls the call before, and the next call may overwrite its half of my outbox.
-__device__ inline void await_arrivals(const DispatchParams& p, PullSmem& smem, uint64_t epoch) {
-    const auto& c = p.context;
-    const int channel = c.buffer.arrival_channel();
-    bool good = true;
-    for (int peer = lane_id(); good && peer < c.num_peers; peer += kWarp) {
-        const int source = c.first_peer + peer;
-        good = wait_flag(flag_in(p, c.local_rank(), source, channel), epoch, p.record.signature(),
-                         c.watch, Phase::kDispatch, source, channel);
+__device__ inline void await_call(const DispatchParams& p, PullSmem& smem, uint64_t epoch,
+                                  uint64_t announcement) {
+    if (!await_announcements(p.context, Phase::kDispatch, epoch, announcement, lane_id(), kWarp)) {
+        smem.failed = true;
     }
-    if (!good) smem.failed = true;
 }
 
 // ---- padding
 
 __device__ inline void sweep(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
                              uint64_t epoch) {
-    if (!handle.header[layout::HandleLayout::kMayHavePadding]) return;
+    if (!handle.header[layout::HandleLayout::kMayHavePadding] || p.received.num_rows == 0) return;
     const Stopwatch zeroing(p.context.trace);
     zero_padding(p.received, p.record, handle, p.context.buffer.num_local_experts,
-                 blockIdx.x * kSweepers + sweeper, p.num_blocks * kSweepers);
+                 block_of(p) * kSweepers + sweeper, p.num_blocks * kSweepers);
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
-// A role of pulling, for a call whose routing failed: there are no rows to look at.
-__device__ inline void give_up(int role, PullSmem& smem) {
-    if (role != kWalker || lane_id() != 0) return;
+// The walker, for a call whose routing failed: there are no rows to look at. The roles behind it
+// run to the end mark whatever has failed, so none waits for one that has left.
+__device__ inline void give_up(PullSmem& smem) {
+    if (lane_id() != 0) return;
     smem.failed = true;
     smem.job[0].num_rows = Job::kEnd;
     smem.jobs.filled(Turn{});
@@ -79,8 +80,12 @@ template <typename Walker, typename WalkerParams>
 __device__ __forceinline__ void play(int role, const DispatchParams& p, const WalkerParams& walked,
                                      const layout::HandleView& handle, const Slots& slots,
                                      DispatchSmem& smem, uint64_t epoch) {
-    const bool is_first_sweeper = blockIdx.x == 0 && role == kFirstSweeper;
-    if (is_first_sweeper) announce_arrival(p, epoch);
+    const bool announces = block_of(p) == 0 && role == kFirstSweeper;
+    uint64_t announcement = 0;
+    if (announces) {
+        announcement = announcement_of(p);
+        announce(p.context, Phase::kDispatch, announcement, lane_id(), kWarp);
+    }
     if (role == kHerald) {
         if (publishes(p)) announce_parcels(p, smem.publish, epoch);
         return;
@@ -95,9 +100,9 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     ptx::await_kernel_before();
     // the writers beside may have read cache lines early that assign_rows has written since
     if (p.behind_routing) __threadfence();
-    if (has_fault(p.context.watch.state)) return give_up(role, smem.pull);
     const Stopwatch pulling(p.context.trace);
     if (role == kWalker) {
+        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return give_up(smem.pull);
         Walker(walked, handle, smem.pull, epoch).run();
     } else if (role == kLoader) {
         if (lane_id() == 0) load_slices(slots, smem.pull);
@@ -107,12 +112,15 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     } else if (role == kSpreader) {
         spread_trailers(p, slots, smem.pull);
     } else {
+        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return;
         sweep(p, handle, role - kFirstSweeper, epoch);
-        if (is_first_sweeper) await_arrivals(p, smem.pull, epoch);
+        if (announces) await_call(p, smem.pull, epoch, announcement);
     }
 }
 
-// All threads of one of the p.num_blocks blocks. False: the call failed and stays open.
+// All threads of one of the p.num_blocks blocks. No block waits for another of them: resident
+// blocks publish all parcels, and the first one alone waits for the peers' first. False: the call
+// failed and stays open.
 template <typename Walker, typename WalkerParams>
 __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const WalkerParams& walked,
                                              char* dynamic_smem, DispatchSmem& smem) {
@@ -121,7 +129,7 @@ __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const Walk
     if (threadIdx.x == 0) {
         smem.pull.jobs.init(kJobs, kUsers);
         smem.pull.slots.init(slots.size(), kUsers);
-        smem.publish.parcels.init(PublishSmem::kParcels, 1, num_writers(p));
+        smem.publish.init(num_writers(p));
         smem.pull.failed = has_fault(watch.state);
     }
     __syncthreads();

@@ -49,7 +49,7 @@ void launch_keep_routing(const KeepRoutingParams& p, cudaStream_t stream);
 
 struct RelayRowsParams {
     NodeContext context;
-    DispatchParams dispatch;  // as on one node; its blocks come first
+    DispatchParams dispatch;  // as on one node; its blocks come behind those that send
     int num_send_blocks;      // 0 where it does not pull
 };
 

@@ -10,6 +10,7 @@
 
 #include "device/trace.cuh"
 #include "device/window.cuh"
+#include "kernels/announce.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/routing_chunk.cuh"
 
@@ -110,25 +111,34 @@ __device__ inline void await_node_routing(const NodeContext& c, uint64_t epoch) 
     }
 }
 
+// One warp.
+template <typename Network>
+__device__ void announce_route(const SpreadRoutingParams& p, const Network& network,
+                               uint64_t epoch) {
+    uint64_t mine = 0;
+    if (lane_id() == 0) mine = begin_route(p.context.world, p.words, p.choices.num_tokens, epoch);
+    mine = __shfl_sync(kAllLanes, mine, 0);
+    announce(p.context.world, Phase::kRoute, mine, lane_id(), kWarp);
+    announce_to_rail(p.context, network, mine);
+}
+
 template <typename Network>
 __global__ void __launch_bounds__(kThreads)
     spread_routing(const __grid_constant__ SpreadRoutingParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     const NodeContext& c = p.context;
-    if (has_fault(c.world.watch.state)) return;
+    if (__syncthreads_or(has_fault(c.world.watch.state))) return;
     const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute);
     const Network network(c);
     const ChunkSmem smem(dynamic_smem, c.relay.world);
     const Stopwatch publishing(c.world.trace);
+    if (blockIdx.x == 0 && warp_id() == 0) announce_route(p, network, epoch);
 
     for (int chunk = blockIdx.x; chunk < c.relay.world.num_chunks; chunk += gridDim.x) {
         spread_chunk(p, network, smem, chunk, epoch);
         __syncthreads();
     }
-    if (threadIdx.x == 0) {
-        signal_rail_peers(c, network, epoch);
-        if (blockIdx.x == 0) p.words[layout::HandleLayout::kNumTokens] = p.choices.num_tokens;
-    }
+    if (threadIdx.x == 0) signal_rail_peers(c, network, epoch);
     signal_node(c, c.world.rank, epoch);
     publishing.stop(Span::kPublishRouting, epoch);
 

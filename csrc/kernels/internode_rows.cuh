@@ -54,10 +54,10 @@ class RelayWalker {
 
   private:
     __device__ void list(bool is_there, const FoundCopy& found) {
-        const bool has_rows = found.copy.num_rows > 0;
-        jobs_.add(is_there && has_rows, found);
+        const bool is_read = found.copy.num_rows > 0 && has_rows(p_);
+        jobs_.add(is_there && is_read, found);
         // a copy whose rows were all dropped is not read, but it is counted on
-        if (is_there && !has_rows && found.reads != nullptr) {
+        if (is_there && !is_read && found.reads != nullptr) {
             ptx::add_release(found.reads, kOneRead);
         }
     }
@@ -109,10 +109,11 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     __shared__ DispatchSmem smem;
     const Watch& watch = p.context.world.watch;
     const uint64_t call = current_epoch(watch.state, Phase::kDispatch);
-    if (int(blockIdx.x) < p.dispatch.num_blocks) {
-        if (!run_dispatch<RelayWalker>(p.dispatch, p, dynamic_smem, smem)) return;
-    } else {
+    // those that send come first: all others wait for what they send, and so all of them need SMs
+    if (int(blockIdx.x) < p.num_send_blocks) {
         send_chunks<Network>(p, dynamic_smem, call);
+    } else if (!run_dispatch<RelayWalker>(p.dispatch, p, dynamic_smem, smem)) {
+        return;
     }
     if (p.dispatch.pulls && is_last_block(watch.state) && threadIdx.x == 0) {
         close_call(watch.state, Phase::kDispatch, call);

@@ -265,13 +265,19 @@ class SendChunks {
 // Of dynamic shared memory.
 constexpr int kSendSmemBytes = kDispatchWarps * BulkCopier::kSmemBytes + layout::kSlotAlign;
 
-// The whole block. Chunks that follow each other are dealt to other blocks, so to other SMs and
-// queue pairs.
+// The whole block, one of the first of the grid. Chunks that follow each other are dealt to other
+// blocks, so to other SMs and queue pairs.
 template <typename Network>
 __device__ void send_chunks(const RelayRowsParams& p, char* smem, uint64_t call) {
-    if (has_fault(p.context.world.watch.state)) return;
-    const Stopwatch sending(p.context.world.trace);
-    const int block = blockIdx.x - p.dispatch.num_blocks;
+    const Context& world = p.context.world;
+    if (__any_sync(kAllLanes, has_fault(world.watch.state))) return;
+    const Stopwatch sending(world.trace);
+    const int block = blockIdx.x;
+    if (block == 0 && warp_id() == 0) {
+        announce_to_rail(p.context, Network(p.context),
+                         announcement_of(world, Phase::kDispatch, p.dispatch.sent.words,
+                                         p.dispatch.record.signature()));
+    }
     smem +=
         (-ptx::smem_address(smem) & (layout::kSlotAlign - 1)) + warp_id() * BulkCopier::kSmemBytes;
     SendChunks<Network>(p, smem, call)

@@ -13,6 +13,7 @@
 // that is not home anywhere can always move on, whatever waits for slots behind it.
 #pragma once
 
+#include "kernels/announce.cuh"
 #include "kernels/internode_forward.cuh"
 #include "kernels/internode_home.cuh"
 #include "kernels/internode_push.cuh"
@@ -20,16 +21,16 @@
 
 namespace hybrid_ep::kernels::internode {
 
-// Which role a block has, and the how-manieth of it.
+// Which role a block has, and the how-manieth of it. Other ranks wait for what each forwards, so
+// all of these come first; then one that pushes, which is enough to push all.
 enum class SumsRole { kPush, kForward, kHome };
 
 __device__ inline SumsRole role_of(const RelaySumsParams& p, int& nth) {
     nth = blockIdx.x;
-    if (nth < p.num_push_blocks) return SumsRole::kPush;
-    nth -= p.num_push_blocks;
     if (nth < p.num_forward_blocks) return SumsRole::kForward;
     nth -= p.num_forward_blocks;
-    return SumsRole::kHome;
+    if (nth == 0) return SumsRole::kPush;
+    return nth <= p.num_home_blocks ? SumsRole::kHome : SumsRole::kPush;
 }
 
 template <typename Network>
@@ -63,32 +64,18 @@ __device__ void herald(const SumsCall& s, const Network& network, RingSmem& ring
 // One block, at its beginning: this rank makes the call.
 template <typename Network>
 __device__ void announce_call(const SumsCall& s, const Network& network) {
-    const auto& c = s.c;
-    const auto& b = c.relay.world;
-    for (int peer = threadIdx.x; peer < c.relay.ranks_per_node; peer += blockDim.x) {
-        ptx::store_release(c.peer_flag(peer, b.flag(Phase::kCombine, c.world.rank, 0)), s.value());
-    }
-    for (int node = threadIdx.x; node < c.relay.num_nodes; node += blockDim.x) {
-        if (node == c.node) continue;
-        network.signal(c.flag_at(c.relay.combine_flag(c.node)), s.value(), c.rail_peer(node));
-    }
+    const uint64_t mine =
+        announcement_of(s.c.world, Phase::kCombine, s.p.summed.words, s.record().signature());
+    announce(s.c.world, Phase::kCombine, mine, threadIdx.x, blockDim.x);
+    if (warp_id() == 0) announce_to_rail(s.c, network, mine);
 }
 
 // And at its end: so do my node and my rail, even those that nothing came from.
 __device__ inline bool await_call(const SumsCall& s) {
-    const auto& c = s.c;
-    bool good = true;
-    for (int i = threadIdx.x; good && i < c.relay.ranks_per_node + c.relay.num_nodes;
-         i += blockDim.x) {
-        const int node = i - c.relay.ranks_per_node;
-        if (node == c.node) continue;
-        const int peer = node < 0 ? c.rank_of(c.node, i) : c.rail_peer(node);
-        const int64_t flag =
-            node < 0 ? c.relay.world.flag(Phase::kCombine, peer, 0) : c.relay.combine_flag(node);
-        good = wait_flag(c.flag_at(flag), s.call, s.record().signature(), c.world.watch,
-                         Phase::kCombine, peer, 0);
-    }
-    return __syncthreads_and(good);
+    const uint64_t mine =
+        announcement_of(s.c.world, Phase::kCombine, s.p.summed.words, s.record().signature());
+    return __syncthreads_and(
+        await_announcements(s.c.world, Phase::kCombine, s.call, mine, threadIdx.x, blockDim.x));
 }
 
 template <typename T, bool kWeighted, typename Network>

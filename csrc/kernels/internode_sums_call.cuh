@@ -27,7 +27,8 @@ struct SumsCall {
     uint64_t call;
 
     __device__ layout::RecordLayout record() const {
-        return {p.summed.row_bytes, 0, p.summed.values != nullptr ? c.relay.world.topk * 4 : 0};
+        return {p.summed.row_bytes, 0, p.summed.values != nullptr ? c.relay.world.topk * 4 : 0,
+                int(p.summed.type)};
     }
     __device__ uint64_t value() const { return flag_value(call, record().signature()); }
     __device__ layout::SlotUse slot_use(int chunk) const { return c.relay.slot_use(call, chunk); }

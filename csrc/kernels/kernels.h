@@ -65,7 +65,7 @@ struct DispatchParams {
     bool behind_routing;  // the kernel before is assign_rows, of the same call
     Sent sent;
     Received received;  // where it pulls
-    int num_blocks;
+    int first_block, num_blocks;
     layout::SliceLayout slices;
     layout::RingShape ring;
 };

@@ -1,7 +1,8 @@
 // The one place where a kernel is launched.
 #pragma once
 
-#include <set>
+#include <map>
+#include <string>
 #include <utility>
 
 #include "check.h"
@@ -11,29 +12,36 @@ namespace hybrid_ep::kernels {
 // Lets a kernel have as much dynamic shared memory as the device has beside the static part; asked
 // once a kernel and device. Always the same value, so threads that race for it do no harm.
 template <typename Params>
-void allow_shared_memory(void (*kernel)(Params)) {
-    static thread_local std::set<std::pair<int, void (*)(Params)>> allowed;
+void allow_shared_memory(void (*kernel)(Params), int wanted) {
+    static thread_local std::map<std::pair<int, void (*)(Params)>, int> allowed;
     int device = 0, most = 0;
     check_cuda(cudaGetDevice(&device), "current device");
-    if (!allowed.insert({device, kernel}).second) return;
+    int& given = allowed[{device, kernel}];
+    if (given > 0 && wanted <= given) return;
     auto* function = reinterpret_cast<const void*>(kernel);
     cudaFuncAttributes attributes{};
     check_cuda(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device),
                "shared memory of the device");
     check_cuda(cudaFuncGetAttributes(&attributes, function), "shared memory of a kernel");
-    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    most - int(attributes.sharedSizeBytes)),
+    most -= int(attributes.sharedSizeBytes);
+    if (wanted > most) {
+        throw std::invalid_argument("a kernel needs " + std::to_string(wanted) +
+                                    " bytes of dynamic shared memory, this GPU has " +
+                                    std::to_string(most) + " for a block");
+    }
+    check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                "shared memory of a kernel");
     // the same division of the SM for all kernels: changing it takes time between two of them
     check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout,
                                     cudaSharedmemCarveoutMaxShared),
                "shared memory of a kernel");
+    given = most;
 }
 
 template <typename Params>
 void launch(void (*kernel)(Params), const Params& p, int blocks, int threads, int smem_bytes,
             cudaStream_t stream) {
-    allow_shared_memory(kernel);
+    allow_shared_memory(kernel, smem_bytes);
     kernel<<<blocks, threads, smem_bytes, stream>>>(p);
     check_cuda(cudaGetLastError(), "kernel launch");
 }
@@ -43,7 +51,7 @@ void launch(void (*kernel)(Params), const Params& p, int blocks, int threads, in
 template <typename Params>
 void launch_behind_ours(void (*kernel)(Params), const Params& p, int blocks, int threads,
                         int smem_bytes, cudaStream_t stream) {
-    allow_shared_memory(kernel);
+    allow_shared_memory(kernel, smem_bytes);
     cudaLaunchAttribute overlap{};
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;

@@ -3,6 +3,8 @@
 //   x[t], scales, weights --loads and stores--> outbox record [row | scales | weights]   writers
 //                                       parcel complete --> a flag in every peer          herald
 //
+// Parcels are taken by a counter, not dealt to blocks: the blocks that are resident publish all of
+// them, so no rank waits for blocks that find no SM.
 // Of tokens whose rows the copy engine publishes, writers have the scales and weights left to do,
 // and the herald waits for both.
 #pragma once
@@ -22,14 +24,27 @@ constexpr int kWriters = 4;         // more would take the SM's stores away from
 constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way
 
 struct PublishSmem {
-    static constexpr int kParcels = 31;
+    static constexpr int kParcels = 31, kEnd = -1;
 
     Handover<kParcels> parcels;  // of this block, from writers to herald
+    uint64_t taken[kParcels];    // barriers: which parcel it is stands in `parcel`
+    int parcel[kParcels];        // kEnd: there is no more
+
+    // One thread, before a barrier of the block.
+    __device__ void init(int num_writers) {
+        for (int i = 0; i < kParcels; ++i) ptx::mbarrier_init(&taken[i], 1);
+        parcels.init(kParcels, 1, num_writers);
+    }
 };
 
 // A rank by itself has nobody to publish for, but its trailers take the way of all.
 __device__ __forceinline__ bool publishes(const DispatchParams& p) {
     return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
+}
+
+// Where the host had no memory for the rows, the call is made without any: the peers need not know.
+__device__ __forceinline__ bool has_rows(const DispatchParams& p) {
+    return p.received.num_rows > 0;
 }
 
 // In the memory of a rank of my node, named by its local rank.
@@ -118,18 +133,52 @@ __device__ inline void write_trailers(const DispatchParams& p, const layout::Han
     }
 }
 
+// The first of the writers takes parcels for all of them. It asks for the next one before this one
+// is written, since the counter answers after a microsecond.
+class ParcelTaker {
+  public:
+    __device__ ParcelTaker(const DispatchParams& p, PublishSmem& smem, int writer)
+        : p_(p), smem_(smem), takes_(writer == 0 && lane_id() == 0) {
+        if (takes_) ask();
+    }
+
+    // The whole warp: which parcel the turn has, or kEnd.
+    __device__ int take(const Turn& turn) {
+        if (takes_) {
+            smem_.parcels.await_free(turn);
+            smem_.parcel[turn.at] = next_ < p_.end_parcel ? next_ : PublishSmem::kEnd;
+            ptx::mbarrier_arrive(&smem_.taken[turn.at]);
+            ask();
+        }
+        ptx::mbarrier_wait(&smem_.taken[turn.at], turn.parity);
+        __syncwarp();
+        return smem_.parcel[turn.at];
+    }
+
+  private:
+    __device__ __forceinline__ void ask() {
+        next_ = p_.first_parcel +
+                int(atomicAdd(&p_.context.watch.state->parcels_taken[p_.pulls ? 1 : 0], 1u));
+    }
+
+    const DispatchParams& p_;
+    PublishSmem& smem_;
+    bool takes_;
+    int next_ = 0;
+};
+
 __device__ inline void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
                                      PublishSmem& smem, int writer, int num_writers,
                                      uint64_t epoch) {
-    Turn turn;
-    for (int parcel = p.first_parcel + blockIdx.x; parcel < p.end_parcel; parcel += p.num_blocks) {
-        smem.parcels.await_free(turn);
+    ParcelTaker taker(p, smem, writer);
+    for (Turn turn;; turn.advance(PublishSmem::kParcels)) {
+        const int parcel = taker.take(turn);
+        if (parcel == PublishSmem::kEnd) break;
         if (parcel * kParcelTokens < p.copied.begin)
             write_rows(p, handle, writer, num_writers, parcel, epoch);
         write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
         if (lane_id() == 0) smem.parcels.filled(turn);
-        turn.advance(PublishSmem::kParcels);
     }
 }
 
@@ -168,19 +217,22 @@ __device__ inline void announce_parcels(const DispatchParams& p, PublishSmem& sm
     const Stopwatch publishing(p.context.trace);
     const int peers = p.context.num_peers;
     const uint64_t value = flag_value(epoch, p.record.signature());
-    auto parcel = [&](int i) { return p.first_parcel + int(blockIdx.x) + i * p.num_blocks; };
     CopiedRows copied(p, epoch);
-    int announced = 0;
-    while (parcel(announced) < p.end_parcel) {
-        smem.parcels.await_filled(Turn::of(announced, PublishSmem::kParcels));
-        const bool good = copied.await(parcel(announced));
+    for (int announced = 0;;) {
+        auto parcel = [&](int i) { return smem.parcel[(announced + i) % PublishSmem::kParcels]; };
+        const Turn turn = Turn::of(announced, PublishSmem::kParcels);
+        ptx::mbarrier_wait(&smem.taken[turn.at], turn.parity);
+        if (parcel(0) == PublishSmem::kEnd) break;
+        smem.parcels.await_filled(turn);
+        const bool good = copied.await(parcel(0));
         int ready = smem.parcels.num_filled(announced, PublishSmem::kParcels);
-        while (good && parcel(announced + ready - 1) >= copied.end_parcel()) --ready;
+        while (good && parcel(ready - 1) >= copied.end_parcel()) --ready;
         ptx::fence_system();
         for (int i = lane_id(); i < ready * peers; i += kWarp) {
-            const int peer = i % peers, at = parcel(announced + i / peers);
+            const int peer = i % peers, at = parcel(i / peers);
             if (good) ptx::store_relaxed(flag_in(p, peer, p.context.rank, at), value);
         }
+        __syncwarp();
         if (lane_id() < ready) smem.parcels.freed((announced + lane_id()) % PublishSmem::kParcels);
         announced += ready;
     }

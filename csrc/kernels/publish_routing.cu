@@ -8,7 +8,7 @@
 // having no expert, so T is free to differ.
 #include "device/flag.cuh"
 #include "device/trace.cuh"
-#include "kernels/kernels.h"
+#include "kernels/announce.cuh"
 #include "kernels/launch.cuh"
 #include "kernels/routing_chunk.cuh"
 
@@ -23,10 +23,16 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     extern __shared__ __align__(16) char dynamic_smem[];
     const auto& b = p.context.buffer;
     ptx::let_next_kernel_start();
-    if (has_fault(p.context.watch.state)) return;
+    if (__syncthreads_or(has_fault(p.context.watch.state))) return;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kRoute);
     ChunkSmem smem(dynamic_smem, b);
     const Stopwatch stopwatch(p.context.trace);
+    if (blockIdx.x == 0 && warp_id() == 0) {
+        uint64_t mine = 0;
+        if (lane_id() == 0) mine = begin_route(p.context, p.words, p.choices.num_tokens, epoch);
+        mine = __shfl_sync(kAllLanes, mine, 0);
+        announce(p.context, Phase::kRoute, mine, lane_id(), kWarp);
+    }
 
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
         clear_chunk(b, smem);
@@ -34,10 +40,6 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
         __syncthreads();
         push_chunk(smem, b, p.context.peers, 0, b.num_ranks, p.context.rank, chunk, epoch);
         __syncthreads();
-    }
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-        layout::HandleView handle(p.words, p.context.handle);
-        handle.header[layout::HandleLayout::kNumTokens] = p.choices.num_tokens;
     }
     signal_all_ranks(p.context.peers, b, Phase::kRoute, p.context.rank, blockIdx.x, epoch,
                      b.topk & 0xFFFF);

@@ -7,10 +7,11 @@
 //   value inbox     max_tokens x topk floats       gradients of weights that come home
 //   flags           phase x source rank x channel  what a peer's block has finished; in a dispatch,
 //                                                  which parcel of tokens it published
+//   calls           source rank x kCallWords       which verb the source makes (announcement.h)
 //   sum flags       max_tokens x most_others       which rows of the inbox have come
 #pragma once
 
-#include "layout/bytes.h"
+#include "layout/announcement.h"
 
 namespace hybrid_ep::layout {
 
@@ -25,7 +26,7 @@ struct BufferLayout {
     int num_local_experts, num_chunks, num_parcels, record_bytes;
     int most_others;  // most other ranks that a token goes to; 0: sums come home another way
     int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
-    int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset,
+    int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset, calls_offset,
         sum_flags_offset, total_bytes;
 
     static BufferLayout make(int num_ranks, int num_experts, int max_tokens, int topk,
@@ -56,7 +57,8 @@ struct BufferLayout {
         l.routing_offset = region(2LL * num_ranks * (l.experts_bytes + l.counts_bytes));
         l.inbox_offset = region(int64_t(max_tokens) * l.most_others * inbox_row_bytes);
         l.values_offset = region(int64_t(max_tokens) * topk * 4);
-        l.flags_offset = region(int64_t(num_ranks) * (l.flags_of_source() + 1) * 8);
+        l.flags_offset = region(int64_t(num_ranks) * l.flags_of_source() * 8);
+        l.calls_offset = region(int64_t(num_ranks) * kCallWords * 8);
         l.sum_flags_offset = region(int64_t(max_tokens) * l.most_others * 8);
         l.total_bytes = end;
         return l;
@@ -84,20 +86,20 @@ struct BufferLayout {
     }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
     HYBRID_EP_HD int64_t flags_of_source() const {
-        return round_up<int64_t>(kMaxChannels + num_parcels + 3, 16);
+        return round_up<int64_t>(kMaxChannels + num_parcels + 1, 16);
     }
     HYBRID_EP_HD int64_t flag(Phase phase, int source, int channel) const {
         const int first = phase == Phase::kRoute      ? 0
                           : phase == Phase::kDispatch ? kMaxChannels
-                          : phase == Phase::kCombine  ? kMaxChannels + num_parcels + 1
-                                                      : kMaxChannels + num_parcels + 2;
+                                                      : kMaxChannels + num_parcels;  // inbox free
         return flags_offset + (source * flags_of_source() + first + channel) * 8;
     }
-    // Beside the parcels of a dispatch: that the source makes this call.
-    HYBRID_EP_HD int arrival_channel() const { return num_parcels; }
-    // Set when `source` has unmapped this memory; until all have, it must not be freed.
-    HYBRID_EP_HD int64_t closed_flag(int source) const {
-        return flags_offset + (num_ranks * flags_of_source() + source) * 8;
+    // What `source` announces of a verb, and that it has given up.
+    HYBRID_EP_HD int64_t announced(int source, uint32_t verb) const {
+        return calls_offset + (int64_t(source) * kCallWords + verb % kAnnouncedVerbs) * 8;
+    }
+    HYBRID_EP_HD int64_t gave_up(int source) const {
+        return calls_offset + (int64_t(source) * kCallWords + kGaveUpWord) * 8;
     }
 };
 

@@ -30,6 +30,8 @@ struct HandleLayout {
         kNumCopies = 1,
         kRequiredRows = 2,
         kMayHavePadding = 3,  // rows that belong to no token are possible
+        kRouteNumber = 4,     // of the route that made it, among all routes of the Buffer
+        kRouteVerb = 5,       // and among all verbs
         kHeaderWords = 16
     };
 

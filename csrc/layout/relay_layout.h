@@ -12,7 +12,7 @@
 //   home window   node, slot, token           sums of each other node for my tokens
 //   slot flags    which slot is full, read or free
 //   sum flags     node, token, local rank     which sums have been pushed; whose have come home
-//   rail flags    which call the rail peer makes; whom it waited for in vain
+//   rail flags    which blocks of the rail peer have put their routing; whom it waited for in vain
 //
 // "node" is the rail peer's, and there is an entry for my own.
 #pragma once
@@ -89,7 +89,7 @@ struct RelayLayout {
         l.push_free_offset = region(int64_t(l.num_push_slots()) * 8);
         l.pushed_offset = region(int64_t(num_nodes) * max_tokens * ranks_per_node * 8);
         l.summed_offset = region(int64_t(num_nodes) * max_tokens * 8);
-        l.rails_offset = region(int64_t(num_nodes) * (kMaxChannels + 2) * 8);
+        l.rails_offset = region(int64_t(num_nodes) * (kMaxChannels + 1) * 8);
         l.total_bytes = end;
         return l;
     }
@@ -153,10 +153,8 @@ struct RelayLayout {
     HYBRID_EP_HD int64_t route_flag(int node, int channel) const {
         return rails_offset + (int64_t(node) * (kMaxChannels + 2) + channel) * 8;
     }
-    // That the rail peer makes this combine.
-    HYBRID_EP_HD int64_t combine_flag(int node) const { return route_flag(node, kMaxChannels); }
     // Whom the rail peer waited for in vain, once it has given up.
-    HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels + 1); }
+    HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels); }
 
   private:
     HYBRID_EP_HD SlotUse use_of(uint64_t call, int chunk, int slots) const {

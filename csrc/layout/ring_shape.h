@@ -10,6 +10,7 @@ constexpr int kBlockSmemBytes = 227 * 1024;  // Hopper and Blackwell
 constexpr int kStaticSmemBytes = 12 * 1024;  // at most, of any kernel with a ring
 constexpr int kSlotAlign = 128;
 constexpr int kMostSlots = 16;  // of a ring; more would not be faster
+constexpr int kSlotsRead = 4;   // of dispatch: the newest, which stores may still be reading
 
 // Slots side by side, each at a whole 128 bytes: bulk copies to and from other addresses of shared
 // memory take up to twice as long. Behind them a header for each, of those who want one: what to do

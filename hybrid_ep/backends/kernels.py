@@ -17,7 +17,8 @@ from torch import Tensor, float32, int32
 from hybrid_ep.backends import Route
 from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.backends.streams import StreamOrder
-from hybrid_ep.errors import PeerError
+from hybrid_ep.backends.turns import Turn
+from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, give_up_reason
 from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond
 from hybrid_ep.trace import Event
 
@@ -25,28 +26,39 @@ if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
-_TIMEOUT, _OTHER_CALL, _BAD_EXPERT = 1, 2, 3  # FaultKind in csrc/runtime_state.h
+_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP = 2, 3, 4  # FaultKind in csrc/runtime_state.h
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+_NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, float32: 2}
 _MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
 _DENSE = (1,)  # stride of a vector
+_WORD = 4  # bytes
 _EMPTY = 16  # the address of an empty tensor that is there: 0 means none
+_NO_ROWS = (0, 0, 0, 0)  # a Received
+_ROUTES = (1 << 22) - 1  # the bits of a route's number in an announcement
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 Fields = tuple[int, ...]
 
 
-def what_is_lacking(backend: str, buffer: Buffer, load: Callable[[], None]) -> str | None:
+def what_is_lacking(backend: str, buffer: Buffer, load: Callable[[], Any]) -> str | None:
     """What a backend of CUDA kernels lacks on this rank; ``load`` gets its extension."""
     if buffer.device.type != "cuda":
         return f"it needs a CUDA device, the Buffer is on {buffer.device}"
     try:
-        load()
+        extension = load()
     except ImportError as error:
         return str(error)
     capability = torch.cuda.get_device_capability(buffer.device)
     if capability < MIN_CAPABILITY:
         needed, found = ("{}.{}".format(*version) for version in (MIN_CAPABILITY, capability))
         return f"it needs compute capability {needed} (Hopper) or newer, the GPU has {found}"
+    shared = extension.shared_memory_per_block(buffer.device.index or 0)
+    if shared < extension.SHARED_MEMORY:
+        return (
+            f"it needs {extension.SHARED_MEMORY} bytes of shared memory per block, the GPU has "
+            f"{shared}"
+        )
     exceeded = beyond(
         backend,
         num_nodes=buffer.topology.num_nodes,
@@ -80,6 +92,7 @@ class KernelBackend:
     """The verbs, over whatever ``_runtime`` a backend makes; see the methods of ``Backend``."""
 
     _runtime: Any = None
+    _broken: str | None = None  # why no call can be made any more, if it is this rank's doing
     layout_size: int
 
     def _remember(self, buffer: Buffer) -> None:
@@ -93,6 +106,7 @@ class KernelBackend:
         self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
         self._last_ticket = 0
         self._streams = StreamOrder(buffer.device)
+        self._turn = Turn()
 
     def _raise_together(self, failures: list[str | None]) -> None:
         try:
@@ -105,7 +119,12 @@ class KernelBackend:
         if self._runtime is not None:
             self._runtime.destroy()
 
+    def num_routes(self) -> int:
+        return self._runtime.num_routes()
+
     def check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
         fault = self._runtime.fault()
         if fault is None:
             return
@@ -115,11 +134,13 @@ class KernelBackend:
                 f"topk_idx must lie in [-1, num_experts={self._num_experts}), got {value} at token "
                 f"{fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
             )
-        peer_call = fault.seen >> 16
         if fault.kind == _OTHER_CALL:
-            reason = "the peer makes this call with other sizes or dtypes"
+            reason = _difference(fault.seen, fault.mine)
+        elif fault.kind == _PEER_GAVE_UP:
+            reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
         else:
-            reason = f"no signal within {self._timeout_s:g} s, its last was in call {peer_call}"
+            last = fault.seen >> 16
+            reason = f"no signal within {self._timeout_s:g} s, its last was in call {last}"
         raise PeerError(
             rank=self._rank,
             peer=fault.peer,
@@ -136,21 +157,23 @@ class KernelBackend:
     # ---- the verbs
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
-        stream = self._begin()
-        topk_idx, choices = _choices(topk_idx, max_rows, align)
-        experts = self._num_local_experts
-        empty = self._allocator()
-        made = Route(
-            empty((self.layout_size,), _DENSE, int32),
-            empty((experts,), _DENSE, int32),
-            empty((experts + 1,), _DENSE, int32),
-            empty((), (), int32),
-        )
-        new_layout = tuple(map(Tensor.data_ptr, made))
-        ticket = self._runtime.route(choices, new_layout, max_rows is None, stream)
-        if max_rows is None:
-            self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
-        return made
+        with self._turn:
+            stream = self._begin()
+            topk_idx, choices = _choices(topk_idx, max_rows, align)
+            experts = self._num_local_experts
+            empty = self._allocator()
+            made = Route(
+                empty((self.layout_size,), _DENSE, int32),
+                empty((experts,), _DENSE, int32),
+                empty((experts + 1,), _DENSE, int32),
+                empty((), (), int32),
+            )
+            new_layout = tuple(map(Tensor.data_ptr, made))
+            wants_mail = max_rows is None
+            ticket = self._launch(self._runtime.route, choices, new_layout, wants_mail, stream)
+            if wants_mail:
+                self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
+            return made
 
     def dispatch(
         self,
@@ -161,8 +184,14 @@ class KernelBackend:
         *,
         num_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        stream = self._begin()
-        return self._move(x, weights, scales, layout, num_rows, stream, self._allocator())
+        with self._turn:
+            stream = self._begin(layout)
+            sent = _Sent(x, weights, scales, layout)
+            if num_rows is None:
+                return self._move_exactly(sent, layout, stream)
+            moved, received = sent.make_rows(self._allocator(), num_rows)
+            self._launch(self._runtime.dispatch, sent.fields, received, stream)
+            return moved
 
     def dispatch_fresh(
         self,
@@ -174,83 +203,56 @@ class KernelBackend:
         max_rows: int | None,
         align: int,
     ) -> tuple[Tensor | None, ...]:
-        stream = self._begin()
-        topk_idx, choices = _choices(topk_idx, max_rows, align)
-        experts = self._num_local_experts
-        empty = self._allocator()
-        layout = empty((self.layout_size,), _DENSE, int32)
-        sizes = empty((2 * experts + 2,), _DENSE, int32)
-        at = sizes.data_ptr()
-        new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
-        rows, row_weights, row_scales = self._move(
-            x, weights, scales, layout, max_rows, stream, empty, (choices, new_layout)
-        )
-        counts = part(sizes, (experts,), _DENSE, 0)
-        offsets = part(sizes, (experts + 1,), _DENSE, experts)
-        return layout, counts, offsets, sizes, rows, row_weights, row_scales
+        with self._turn:
+            stream = self._begin()
+            topk_idx, choices = _choices(topk_idx, max_rows, align)
+            experts = self._num_local_experts
+            empty = self._allocator()
+            layout = empty((self.layout_size,), _DENSE, int32)
+            sizes = empty((2 * experts + 2,), _DENSE, int32)
+            at = sizes.data_ptr()
+            new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
+            sent = _Sent(x, weights, scales, layout)
+            if max_rows is None:
+                moved = self._move_exactly(sent, layout, stream, (choices, new_layout))
+            else:
+                moved, received = sent.make_rows(empty, max_rows)
+                verb = self._runtime.dispatch_fresh
+                self._launch(verb, choices, new_layout, sent.fields, received, stream)
+            counts = part(sizes, (experts,), _DENSE, 0)
+            offsets = part(sizes, (experts + 1,), _DENSE, experts)
+            return layout, counts, offsets, sizes, *moved
 
-    def _move(
+    def _move_exactly(
         self,
-        x: Tensor,
-        weights: Tensor | None,
-        scales: Tensor | None,
+        sent: _Sent,
         layout: Tensor,
-        num_rows: int | None,
         stream: int,
-        empty: Empty,
         routing: tuple[Fields, Fields] | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A dispatch; with ``routing`` the layout is made first, in the same call."""
-        x, address, x_stride = _aligned(x)
-        num_tokens, hidden = x.shape
-        weights_at = weights_stride = scales_at = num_scales = scale_bytes = 0
-        if weights is not None:
-            weights_stride, step = weights.stride()
-            if step != 1:
-                weights = weights.contiguous()
-                weights_stride = weights.shape[1]
-            weights_at = weights.data_ptr() or _EMPTY
-        if scales is not None:
-            scales = scales.contiguous()
-            num_scales = scales.shape[1]
-            scale_bytes = num_scales * scales.element_size()
-            scales_at = scales.data_ptr() or _EMPTY
-        sent = (
-            address,
-            x_stride,
-            hidden * x.element_size(),
-            weights_at,
-            weights_stride,
-            scales_at,
-            scale_bytes,
-            scale_bytes,
-            num_tokens,
-            layout.data_ptr(),
-        )
-        waits = num_rows is None
-        if waits and routing is None:
-            self._runtime.publish(sent, stream)
-            num_rows = self._required_rows(layout, stream)
-        elif waits:
-            self._last_ticket = self._runtime.publish_fresh(*routing, sent, stream)
-            num_rows = self._await_mail(self._last_ticket, stream)
-        row_weights = row_scales = None
-        row_weights_at = row_scales_at = 0
-        rows = empty((num_rows, hidden), (hidden, 1), x.dtype)
-        if weights is not None:
-            row_weights = empty((num_rows,), _DENSE, float32)
-            row_weights_at = row_weights.data_ptr() or _EMPTY
-        if scales is not None:
-            row_scales = empty((num_rows, num_scales), (num_scales, 1), scales.dtype)
-            row_scales_at = row_scales.data_ptr() or _EMPTY
-        received = (rows.data_ptr(), row_weights_at, row_scales_at, num_rows)
-        if waits:
-            self._runtime.pull(received, stream)
-        elif routing is None:
-            self._runtime.dispatch(sent, received, stream)
-        else:
-            self._runtime.dispatch_fresh(*routing, sent, received, stream)
-        return rows, row_weights, row_scales
+        """A dispatch in two launches, with the host's wait for the number of rows between them.
+
+        With ``routing`` the layout is made first, in the same call. If the rank gets no memory for
+        the rows, or is interrupted, it ends the call without rows: the peers need not know.
+        """
+        is_published = False
+        try:
+            if routing is None:
+                self._launch(self._runtime.publish, sent.fields, stream)
+                is_published = True
+                num_rows = self._required_rows(layout, stream)
+            else:
+                verb = self._runtime.publish_fresh
+                self._last_ticket = self._launch(verb, *routing, sent.fields, stream)
+                is_published = True
+                num_rows = self._await_mail(self._last_ticket, stream)
+            moved, received = sent.make_rows(self._allocator(), num_rows)
+        except BaseException:
+            if is_published:
+                self._launch(self._runtime.pull, _NO_ROWS, stream)
+            raise
+        self._launch(self._runtime.pull, received, stream)
+        return moved
 
     def combine(
         self,
@@ -261,35 +263,65 @@ class KernelBackend:
         *,
         num_tokens: int,
     ) -> tuple[Tensor, Tensor | None]:
-        stream = self._begin()
-        rows, address, row_bytes = _aligned(rows.contiguous())
-        weights = None if weights is None else weights.contiguous()
-        values = None if values is None else values.contiguous()
-        empty, hidden = self._allocator(), rows.shape[1]
-        y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
-        home_values = None
-        if values is not None:
-            home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
-        summed = (
-            address,
-            _SUM_TYPES[rows.dtype],
-            row_bytes,
-            _address(weights),
-            _address(values),
-            y.data_ptr(),
-            _address(home_values),
-            num_tokens,
-            layout.data_ptr(),
-        )
-        self._runtime.combine(summed, stream)
-        return y, home_values
+        with self._turn:
+            stream = self._begin(layout)
+            rows, address, row_bytes = _aligned(rows.contiguous())
+            weights = None if weights is None else weights.contiguous()
+            values = None if values is None else values.contiguous()
+            empty, hidden = self._allocator(), rows.shape[1]
+            y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
+            home_values = None
+            if values is not None:
+                home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
+            summed = (
+                address,
+                rows.shape[0],
+                _SUM_TYPES[rows.dtype],
+                row_bytes,
+                _address(weights),
+                _address(values),
+                y.data_ptr(),
+                _address(home_values),
+                num_tokens,
+                layout.data_ptr(),
+            )
+            self._launch(self._runtime.combine, summed, stream)
+            return y, home_values
 
     # ---- shared by the verbs
 
-    def _begin(self) -> int:
+    def _begin(self, layout: Tensor | None = None) -> int:
         """Raise what an earlier call left; order this call behind the last, whatever its stream."""
         self.check()
-        return self._streams.current()
+        stream = self._streams.current()
+        if layout is not None and self._streams.are_several:
+            # made on another stream, perhaps, whose work may get its memory when it is dropped
+            layout.record_stream(self._streams.last)
+        return stream
+
+    def _launch(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the runtime. If it fails half way, no other call may follow, and peers are told.
+
+        Raises:
+            ValueError: it refused the arguments; nothing was sent.
+            RuntimeError: what CUDA says.
+        """
+        try:
+            return verb(*arguments)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            return  # nothing has run
+        self._broken = (
+            f"an earlier call failed half way ({type(error).__name__}: {error}), so this Buffer "
+            "cannot be used any more; destroy() it on every rank"
+        )
+        self._runtime.give_up(give_up_reason(error))
 
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
@@ -304,6 +336,83 @@ class KernelBackend:
             self.check()
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
         return num_rows
+
+
+class _Sent:
+    """What a dispatch sends: the fields of a ``Sent``, and the tensors whose addresses they hold.
+
+    Keep it until the call, and make the rows by it.
+    """
+
+    __slots__ = ("_kept", "_scales", "_weighted", "_x", "fields")
+
+    def __init__(
+        self, x: Tensor, weights: Tensor | None, scales: Tensor | None, layout: Tensor
+    ) -> None:
+        x, address, x_stride = _aligned(x)
+        num_tokens, hidden = x.shape
+        weights_at = weights_stride = scales_at = scale_bytes = 0
+        dtypes = _NUMBER_OF_DTYPE[x.dtype]
+        if weights is not None:
+            weights_stride, step = weights.stride()
+            if step != 1:
+                weights = weights.contiguous()
+                weights_stride = weights.shape[1]
+            weights_at = weights.data_ptr() or _EMPTY
+        if scales is not None:
+            scales = _in_words(scales)
+            scale_bytes = scales.shape[1] * scales.element_size()
+            scales_at = scales.data_ptr() or _EMPTY
+            dtypes |= _NUMBER_OF_DTYPE[scales.dtype] << 8
+        self._x, self._weighted, self._scales = x, weights is not None, scales
+        self._kept = weights
+        self.fields = (
+            address,
+            x_stride,
+            hidden * x.element_size(),
+            weights_at,
+            weights_stride,
+            scales_at,
+            scale_bytes,
+            scale_bytes,
+            dtypes,
+            num_tokens,
+            layout.data_ptr(),
+        )
+
+    def make_rows(
+        self, empty: Empty, num_rows: int
+    ) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], Fields]:
+        """Rows, their weights and scales, and the fields of their ``Received``."""
+        hidden = self._x.shape[1]
+        row_weights = row_scales = None
+        row_weights_at = row_scales_at = 0
+        rows = empty((num_rows, hidden), (hidden, 1), self._x.dtype)
+        if self._weighted:
+            row_weights = empty((num_rows,), _DENSE, float32)
+            row_weights_at = row_weights.data_ptr() or _EMPTY
+        if self._scales is not None:
+            num_scales = self._scales.shape[1]
+            row_scales = empty((num_rows, num_scales), (num_scales, 1), self._scales.dtype)
+            row_scales_at = row_scales.data_ptr() or _EMPTY
+        received = (rows.data_ptr(), row_weights_at, row_scales_at, num_rows)
+        return (rows, row_weights, row_scales), received
+
+
+def _difference(theirs: int, mine: int) -> str:
+    """In words, what two announcements of one verb say (csrc/layout/announcement.h)."""
+    if mine == 0:  # a flag tells less
+        return "the peer makes this call with other sizes or dtypes"
+    phases = [_PHASES[word >> 16 & 3] for word in (theirs, mine)]
+    routes = [word >> 18 & _ROUTES for word in (theirs, mine)]
+    if phases[0] != phases[1]:
+        return f"the peer makes another call: {phases[0]}, and here it is {phases[1]}"
+    if routes[0] != routes[1]:
+        return (
+            f"the peer makes this call with another layout: that of route {routes[0]}, and here "
+            f"it is that of route {routes[1]}"
+        )
+    return "the peer makes this call with other sizes or dtypes"
 
 
 def _choices(topk_idx: Tensor, max_rows: int | None, align: int) -> tuple[Tensor, Fields]:
@@ -326,6 +435,12 @@ def _choices(topk_idx: Tensor, max_rows: int | None, align: int) -> tuple[Tensor
 def _address(tensor: Tensor | None) -> int:
     """0 means none, so an empty tensor, which has no address, gets one that nobody looks at."""
     return 0 if tensor is None else tensor.data_ptr() or _EMPTY
+
+
+def _in_words(scales: Tensor) -> Tensor:
+    """Dense scales, at an address from which 4 bytes can be read at once."""
+    scales = scales.contiguous()
+    return scales.clone() if scales.data_ptr() % _WORD else scales
 
 
 def _aligned(x: Tensor) -> tuple[Tensor, int, int]:

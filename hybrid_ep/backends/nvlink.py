@@ -9,7 +9,7 @@ The symmetric memory is mapped through CUDA IPC.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from hybrid_ep.backends import kernels
 
@@ -23,14 +23,15 @@ except ImportError as error:
     _import_error = error
 
 
-def load_extension() -> None:
-    """Make sure of ``hybrid_ep._nvlink``.
+def load_extension() -> Any:
+    """``hybrid_ep._nvlink``.
 
     Raises:
         ImportError: it is not there; the text says why.
     """
     if _nvlink is None:
         raise ImportError(f"the extension hybrid_ep._nvlink is not there ({_import_error})")
+    return _nvlink
 
 
 def unavailable_reason(buffer: Buffer) -> str | None:
@@ -69,22 +70,39 @@ class NvlinkBackend(kernels.KernelBackend):
                     num_sms_combine=min(config.num_sms_combine, num_sms),
                     slice_bytes=config.slice_bytes,
                     timeout_s=config.timeout_s,
+                    num_routes=buffer.num_routes,
                     trace=config.trace,
                 )
             )
             mine = self._runtime.ipc_handle() if topology.num_ranks > 1 else b""
             failure = None
-        except RuntimeError as error:
+        except Exception as error:  # whatever it is, no rank may wait for this one
             failure = str(error)
         parts = buffer.gather((failure, mine))
-        self._raise_together([failure for failure, _ in parts])
+        self._raise_together(buffer, [failure for failure, _ in parts])
         try:
             self._runtime.open_peers([handle for _, handle in parts])
             failure = None
-        except RuntimeError as error:
+        except Exception as error:
             failure = str(error)
-        self._raise_together(buffer.gather(failure))
+        self._raise_together(buffer, buffer.gather(failure))
         self.layout_size = self._runtime.handle_words
+
+    def _raise_together(self, buffer: Buffer, failures: list[str | None]) -> None:
+        """Raise the first rank's failure on all ranks, if there is one, and give all memory back.
+
+        Peers may have mapped this rank's part before one of them failed, so all ranks unmap before
+        any frees.
+        """
+        try:
+            kernels.raise_together(failures)
+        except RuntimeError:
+            if self._runtime is not None:
+                self._runtime.unmap_peers()
+            buffer.gather(None)
+            if self._runtime is not None:
+                self._runtime.free_now()
+            raise
 
     def describe(self) -> str:
         megabytes = self._runtime.symmetric_bytes / 1e6

@@ -34,15 +34,15 @@ USES_MAPPED = True  # SMs write to rail peers whose memory is mapped; tests have
 _nvshmem = None
 
 
-def load_extension() -> None:
-    """Load NVSHMEM and ``hybrid_ep._nvshmem``; what is in use already stays.
+def load_extension() -> Any:
+    """Load NVSHMEM and ``hybrid_ep._nvshmem``, and return that; what is in use already stays.
 
     Raises:
         ImportError: one is not there, or they do not fit each other; the text says which.
     """
     global _nvshmem
     if _nvshmem is not None:
-        return
+        return _nvshmem
     load_host_library()
     try:
         from hybrid_ep import _nvshmem as extension
@@ -58,6 +58,7 @@ def load_extension() -> None:
             "version or build again"
         )
     _nvshmem = extension
+    return extension
 
 
 def unavailable_reason(buffer: Buffer) -> str | None:
@@ -242,6 +243,7 @@ def network_config(buffer: Buffer, num_sms: int) -> object:
         num_sms_send=config.network_channels,
         slice_bytes=config.slice_bytes,
         timeout_s=config.timeout_s,
+        num_routes=buffer.num_routes,
         trace=config.trace,
         uses_mapped=USES_MAPPED,
     )

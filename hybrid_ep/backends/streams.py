@@ -9,12 +9,18 @@ import torch
 
 
 class StreamOrder:
-    """The calls of a Buffer follow each other, also where the current stream changes."""
+    """The calls of a Buffer follow each other, also where the current stream changes.
+
+    Attributes:
+        last: the stream of the last call, None before the first.
+        are_several: whether calls have come on more than one stream.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._read = _reader(device)
-        self._last: torch.cuda.Stream | None = None
+        self.last: torch.cuda.Stream | None = None
+        self.are_several = False
         self._last_address = -1  # 0 is the default stream's
 
     def current(self) -> int:
@@ -25,10 +31,19 @@ class StreamOrder:
         return address
 
     def _follow(self, address: int) -> None:
-        stream, last = torch.cuda.current_stream(self._device), self._last
-        if last is not None and not torch.cuda.is_current_stream_capturing():
-            stream.wait_stream(last)
-        self._last, self._last_address = stream, address
+        stream, last = torch.cuda.current_stream(self._device), self.last
+        if last is not None:
+            self.are_several = True
+            # calls inside and outside of a CUDA graph that is being captured do not follow each
+            # other: a graph has the place of its replay
+            if _is_capturing(stream) == _is_capturing(last):
+                stream.wait_stream(last)
+        self.last, self._last_address = stream, address
+
+
+def _is_capturing(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def _reader(device: torch.device) -> Callable[[], int]:

@@ -1,0 +1,25 @@
+// What a rank tells its peers when it begins a verb (route, dispatch or combine), in 64 bits.
+//
+// Verbs that belong together have the same announcement on every rank. Two that do not belong
+// together never have, whatever their sizes: so a pairing of other calls is a fault, never data.
+#pragma once
+
+#include "layout/bytes.h"
+
+namespace hybrid_ep::layout {
+
+// Of one rank to one peer: a word for each of four verbs in turn, since a rank is at most two verbs
+// ahead of a peer (a dispatch announces itself while the route before it still ends); then one that
+// says whether the rank has given up on this Buffer.
+constexpr int kAnnouncedVerbs = 4, kGaveUpWord = kAnnouncedVerbs, kCallWords = kAnnouncedVerbs + 1;
+
+// From the top: the number of the verb among all verbs of the Buffer (24 bits), the number of the
+// route that made the layout (22), the phase (2), the signature of the sizes (16). Both numbers
+// count from 1 and wrap around, so they are compared for equality alone.
+HYBRID_EP_HD uint64_t announcement(uint64_t verb, uint64_t route, int phase, uint32_t signature) {
+    return (verb & 0xFFFFFF) << 40 | (route & 0x3FFFFF) << 18 | uint64_t(phase) << 16 |
+           (signature & 0xFFFF);
+}
+HYBRID_EP_HD uint32_t verb_of(uint64_t announcement) { return uint32_t(announcement >> 40); }
+
+}  // namespace hybrid_ep::layout
