@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-
 GIVE_UP_REASONS = {
     1: "because it ran out of memory",
     2: "because it was interrupted",
