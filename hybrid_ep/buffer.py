@@ -23,6 +23,7 @@ from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
 _next_id = itertools.count()
+_next_number = itertools.count()  # of a Buffer on the torch backend
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
@@ -343,11 +344,14 @@ class Buffer:
 
     def _remake_backend(self) -> Backend:
         """The backend that was picked, once more."""
-        if self.backend == "torch":
-            return self._torch_backend()
+        if isinstance(self._backend, TorchBackend):
+            # its numbers are in the layouts of handles, which stay valid: none may come twice
+            return self._torch_backend(self._backend.number, self._backend.last_call)
         return self._gpu_backend(self.backend)
 
-    def _torch_backend(self) -> TorchBackend:
+    def _torch_backend(self, number: int | None = None, last_call: int = 0) -> TorchBackend:
+        if number is None:  # rank 0's count, as every rank counts Buffers of other groups as well
+            number = self.gather(next(_next_number))[0]
         return TorchBackend(
             self.group,
             self.topology,
@@ -356,6 +360,8 @@ class Buffer:
             topk=self.topk,
             device=self.device,
             timeout_s=self.config.timeout_s,
+            number=number,
+            last_call=last_call,
         )
 
     def gather(self, value: Any) -> list[Any]:

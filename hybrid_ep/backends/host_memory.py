@@ -97,31 +97,54 @@ class HostOutbox:
 
 
 def map_together(exchange: Exchange, num_bytes: int, phase: str, call: int) -> mmap | None:
-    """Memory that all ranks share, or None (on all of them) where they are not on one host.
+    """Memory that all ranks share, or None (on all of them) where one of them cannot have it.
 
     Rank 0 makes it without a name in any file system, so nothing is left behind; the others open it
-    through rank 0's process.
+    through rank 0's process. They cannot if they run on another host or in another container, and
+    no rank can without descriptors or under a limit on the size of files.
     """
     rank, ranks = exchange.topology.rank, exchange.topology.num_ranks
-    ticket = torch.zeros(3, dtype=torch.int64)  # process, descriptor, nonce
-    mine = -1
-    if rank == 0:
-        nonce = secrets.randbits(62)
-        if hasattr(os, "memfd_create"):
-            mine = os.memfd_create(_memory_name(nonce))
-            os.ftruncate(mine, num_bytes)
-        ticket = torch.tensor([os.getpid(), mine, nonce])
-    sends = [[ticket] if rank == 0 else [] for _ in range(ranks)]
-    recvs = [[ticket] if peer == 0 else [] for peer in range(ranks)]
-    exchange(sends, recvs, phase=phase, call=call)
+    made, ticket, mapped, agreed = -1, _NO_TICKET, None, False
+    try:
+        if rank == 0:
+            made, ticket = _make_memory(num_bytes)
+        ticket = torch.tensor(ticket)
+        sends = [[ticket] if rank == 0 else [] for _ in range(ranks)]
+        recvs = [[ticket] if peer == 0 else [] for peer in range(ranks)]
+        exchange(sends, recvs, phase=phase, call=call)
 
-    mapped = _map_ticket(*ticket.tolist(), num_bytes)
-    told = torch.full((ranks, 1), int(mapped is not None), dtype=torch.int64)
-    heard = told.clone()
-    exchange([[row] for row in told], [[row] for row in heard], phase=phase, call=call)
-    if mine >= 0:
-        os.close(mine)
-    return mapped if bool(heard.all()) else None
+        mapped = _map_ticket(*ticket.tolist(), num_bytes)
+        told = torch.full((ranks, 1), int(mapped is not None), dtype=torch.int64)
+        heard = told.clone()
+        exchange([[row] for row in told], [[row] for row in heard], phase=phase, call=call)
+        agreed = bool(heard.all())
+    finally:
+        if made >= 0:
+            os.close(made)
+        if mapped is not None and not agreed:
+            mapped.close()
+    return mapped if agreed else None
+
+
+_NO_TICKET = (0, -1, 0)
+
+
+def _make_memory(num_bytes: int) -> tuple[int, tuple[int, int, int]]:
+    """A descriptor of new memory, and the ticket to it: process, descriptor, nonce."""
+    descriptor = -1
+    try:
+        nonce = secrets.randbits(62)
+        descriptor = os.memfd_create(_memory_name(nonce))
+        os.ftruncate(descriptor, num_bytes)
+    except _REFUSED:
+        if descriptor >= 0:
+            os.close(descriptor)
+        return -1, _NO_TICKET
+    return descriptor, (os.getpid(), descriptor, nonce)
+
+
+# no memfd in this system, none allowed, none left, no size such as this
+_REFUSED = (AttributeError, OSError, ValueError, OverflowError, MemoryError)
 
 
 def _memory_name(nonce: int) -> str:
@@ -129,6 +152,8 @@ def _memory_name(nonce: int) -> str:
 
 
 def _map_ticket(process: int, descriptor: int, nonce: int, num_bytes: int) -> mmap | None:
+    if descriptor < 0:
+        return None
     path = f"/proc/{process}/fd/{descriptor}"
     try:
         # on another host, or in another container, that path is missing or something else
@@ -139,7 +164,7 @@ def _map_ticket(process: int, descriptor: int, nonce: int, num_bytes: int) -> mm
             return mmap(opened, num_bytes)
         finally:
             os.close(opened)
-    except OSError:
+    except _REFUSED:
         return None
 
 

@@ -17,7 +17,8 @@ Sums start with their first term, not with zero, so that a sum of one row is tha
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 
 from hybrid_ep.backends import Route
 from hybrid_ep.backends.host_memory import HostMemory, HostOutbox, as_words, map_together
-from hybrid_ep.backends.messages import Exchange
+from hybrid_ep.backends.messages import Exchange, tag_of
 from hybrid_ep.backends.sums import gather_or_zero, sum_in_order
 from hybrid_ep.backends.torch_layout import (
     Layout,
@@ -36,14 +37,35 @@ from hybrid_ep.backends.torch_layout import (
     ranks_of_tokens,
     sum_slots,
 )
+from hybrid_ep.backends.turns import Turn
 from hybrid_ep.errors import PeerError
 from hybrid_ep.topology import Topology
 
 _PHASES = ("route", "dispatch", "combine")
+_SIZES = {  # of a phase, in the order in which ranks tell them to each other
+    "route": ("topk",),
+    "dispatch": (
+        "bytes of x per token",
+        "bytes of scales per token",
+        "bytes of weights per token",
+        "the dtype of x",
+        "the dtype of scales",
+    ),
+    "combine": ("bytes per row", "the dtype of rows", "values beside the rows"),
+}
+_COMMON = 4  # words before the sizes: phase, call, and who made the layout
+_WIDTH = _COMMON + max(map(len, _SIZES.values())) + 1  # equal in all phases; the last is a count
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+_WORD = 1 << 31  # numbers wrap, to fit into a word of a layout
 
 
 class TorchBackend:
-    """See the module; the methods are those of ``Backend``."""
+    """See the module; the methods are those of ``Backend``.
+
+    Args:
+        number: of the Buffer, equal on all ranks and its own among the Buffers of the group.
+        last_call: number of the last call of the Buffer, where a backend served it before.
+    """
 
     name = "torch"
 
@@ -57,21 +79,25 @@ class TorchBackend:
         topk: int,
         device: torch.device,
         timeout_s: float,
+        number: int,
+        last_call: int = 0,
     ) -> None:
         self._topology = topology
         self._num_local_experts = num_experts // topology.num_ranks
         self._max_tokens = max_tokens
         self._topk = topk
         self._device = device
-        self._call = 0
+        self.number, self.last_call = number % _WORD, last_call
         self.layout_size = Layout.size(topology.num_ranks, max_tokens, topk)
         carrier = "nothing" if topology.num_ranks == 1 else dist.get_backend(group)
         self._exchange = Exchange(
             group,
             topology,
-            timedelta(seconds=timeout_s),
+            timeout_s,
             staged=device.type != "cpu" and carrier != "nccl",
+            tag=tag_of(number),
         )
+        self._turn = Turn()
         self._carrier = carrier + (" through host memory" if self._exchange.staged else "")
         self._memory = HostMemory()
         self._outbox: HostOutbox | None = None
@@ -88,6 +114,7 @@ class TorchBackend:
     def destroy(self) -> None:
         self._outbox = None
         self._memory = HostMemory()
+        self._exchange.drop()
 
     def reclaim(self) -> None:
         pass  # the system keeps shared memory until the last rank has let go of it
@@ -95,6 +122,13 @@ class TorchBackend:
     # ---- route
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+        with self._one_call():
+            return self._route(topk_idx, max_rows, align)
+
+    def _route(
+        self, topk_idx: Tensor, max_rows: int | None, align: int, *, is_last: bool = True
+    ) -> Route:
+        """``is_last``: the call ends with this verb."""
         ranks, topk = self._topology.num_ranks, self._topk
         experts, positions = distinct_experts(topk_idx)
         # copies: the token once for each rank that has one of its experts
@@ -102,14 +136,15 @@ class TorchBackend:
         send_counts = present.sum(dim=0)
         peer_of_copy, send_tokens = present.t().nonzero(as_tuple=True)
 
-        outbox = self._outbox_for("route", (topk * experts.element_size(),))
+        fields = self._fields("route", (topk,))
+        outbox = self._outbox_for("route", fields, topk * experts.element_size())
         if outbox is not None:
             unused = self._max_tokens - experts.shape[0]
             everybody = torch.nn.functional.pad(experts, (0, 0, 0, unused), value=-1)
-            everybody = outbox.publish([as_words(everybody)], self._call)[0].view(experts.dtype)
-        recv_counts = torch.empty_like(send_counts)
-        self._agree("route", (topk,), send_counts, recv_counts)
-        sent, received = send_counts.tolist(), recv_counts.tolist()
+            everybody = self._publish(outbox, "route", [as_words(everybody)])[0]
+            everybody = everybody.view(experts.dtype)
+        sent = send_counts.tolist()
+        received = self._agree("route", fields, sent)
         if outbox is None:
             numbers = torch.arange(experts.shape[0], dtype=experts.dtype, device=self._device)
             numbers += self._topology.rank * self._max_tokens
@@ -119,12 +154,15 @@ class TorchBackend:
         else:
             sources = self._is_mine(everybody).any(dim=1).nonzero().squeeze(1)
             copies = everybody.index_select(0, sources)
+        if is_last:
+            self._exchange.settle()
 
         copy_rows, counts, offsets, required = self._assign_rows(copies, max_rows, align)
         home_copies = list_home_copies(present, peer_of_copy, send_tokens, min(topk, ranks))
 
         layout = torch.zeros(self.layout_size, dtype=torch.int32, device=self._device)
-        header = [topk_idx.shape[0], copies.shape[0], required, send_tokens.shape[0]]
+        made_by = [self.number, self.last_call % _WORD]
+        header = [topk_idx.shape[0], copies.shape[0], required, send_tokens.shape[0], *made_by]
         layout[: len(header) + 2 * ranks] = torch.tensor(
             header + sent + received, dtype=torch.int32, device=self._device
         )
@@ -183,15 +221,28 @@ class TorchBackend:
         *,
         num_rows: int | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with self._one_call():
+            return self._dispatch(x, weights, scales, layout, num_rows)
+
+    def _dispatch(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        num_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         parts = self._parts(layout)
         num_rows = parts.num_rows if num_rows is None else num_rows
         by_place = None if weights is None else sum_slots(weights, parts.positions)
         payloads = [None if t is None else as_words(t) for t in (x, scales, by_place)]
         widths = tuple(0 if p is None else p.shape[1] * p.element_size() for p in payloads)
-        outbox = self._outbox_for("dispatch", widths)
+        dtypes = (_number_of(x.dtype), 0 if scales is None else _number_of(scales.dtype))
+        fields = self._fields("dispatch", widths + dtypes, parts)
+        outbox = self._outbox_for("dispatch", fields, sum(widths))
         if outbox is not None:
-            published = outbox.publish(payloads, self._call)
-        self._agree("dispatch", widths)
+            published = self._publish(outbox, "dispatch", payloads)
+        self._agree("dispatch", fields)
 
         copy_rows = parts.copy_rows.flatten()
         slot = (copy_rows >= 0).nonzero().squeeze(1)  # copy * K + place
@@ -208,6 +259,7 @@ class TorchBackend:
             padding = padding.nonzero().squeeze(1)
         if outbox is None:
             published = [None if p is None else self._send_copies(p, parts) for p in payloads]
+        self._exchange.settle()
 
         def move(source: Tensor, like: Tensor) -> Tensor:
             words = self._memory.empty((num_rows, source.shape[1]), source)
@@ -228,17 +280,22 @@ class TorchBackend:
         row_weights = weights.new_zeros(num_rows).scatter_(0, row, row_weights)
         return rows, row_weights, moved_scales
 
-    def _outbox_for(self, phase: str, widths: tuple[int, ...]) -> HostOutbox | None:
+    def _outbox_for(self, phase: str, fields: list[int], needed: int) -> HostOutbox | None:
         """The shared outbox with room for such tokens, made anew for wider ones; or None."""
-        needed = sum(widths)
         if self._may_share and (self._outbox is None or self._outbox.token_bytes < needed):
-            self._agree(phase, widths)  # so that all ranks are here
+            self._compare(phase, fields)  # so that all ranks are here
             size = HostOutbox.size(self._topology, self._max_tokens, needed)
-            mapped = map_together(self._exchange, size, phase, self._call)
-            self._call -= 1  # the set-up is part of the call that needs it
+            mapped = map_together(self._exchange, size, phase, self.last_call + 1)
             self._may_share = mapped is not None
             self._outbox = mapped and HostOutbox(mapped, self._topology, self._max_tokens, needed)
         return self._outbox
+
+    def _publish(
+        self, outbox: HostOutbox, phase: str, payloads: list[Tensor | None]
+    ) -> list[Tensor | None]:
+        # a peer that is already in the call has its tokens there, at places that the widths give
+        self._exchange.open(phase, self.last_call + 1)
+        return outbox.publish(payloads, self.last_call)
 
     def _send_copies(self, source: Tensor, parts: Layout) -> Tensor:
         return self._exchange_rows(
@@ -257,8 +314,9 @@ class TorchBackend:
         max_rows: int | None,
         align: int,
     ) -> tuple[Tensor | None, ...]:
-        route = self.route(topk_idx, max_rows=max_rows, align=align)
-        return *route, *self.dispatch(x, weights, scales, route.layout, num_rows=max_rows)
+        with self._one_call():
+            route = self._route(topk_idx, max_rows, align, is_last=False)
+            return *route, *self._dispatch(x, weights, scales, route.layout, max_rows)
 
     def combine(
         self,
@@ -269,16 +327,31 @@ class TorchBackend:
         *,
         num_tokens: int,
     ) -> tuple[Tensor, Tensor | None]:
+        with self._one_call():
+            return self._combine(rows, weights, values, layout, num_tokens)
+
+    def _combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Tensor,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor | None]:
         parts = self._parts(layout)
-        self._agree("combine", (rows.element_size() * rows.shape[1], values is not None))
+        row_bytes = rows.element_size() * rows.shape[1]
+        sizes = (row_bytes, _number_of(rows.dtype), int(values is not None))
+        self._agree("combine", self._fields("combine", sizes, parts))
         place_weights = None if weights is None else gather_or_zero(weights, parts.copy_rows)
         partial = sum_in_order(self._memory, rows, parts.copy_rows, place_weights)
         inbox = self._return_copies(partial, parts)
-        y = self._sum_at_home(inbox, parts)
         if values is None:
-            return y, None
+            self._exchange.settle()
+            return self._sum_at_home(inbox, parts), None
 
         home = self._return_copies(gather_or_zero(values, parts.copy_rows), parts)
+        self._exchange.settle()
+        y = self._sum_at_home(inbox, parts)
         by_place = home.new_zeros((num_tokens, self._topk))
         by_place.index_add_(0, parts.send_tokens.long(), home)  # one rank owns each place
         return y, gather_slots(by_place, parts.positions)
@@ -307,7 +380,9 @@ class TorchBackend:
         sends = list(received.split(parts.recv_counts))
         recvs = list(home.split(parts.send_counts))
         recvs[self._topology.rank].copy_(sends[self._topology.rank])
-        self._exchange([[t] for t in sends], [[t] for t in recvs], phase="combine", call=self._call)
+        self._exchange(
+            [[t] for t in sends], [[t] for t in recvs], phase="combine", call=self.last_call
+        )
         return home
 
     # ---- shared by the verbs
@@ -315,40 +390,48 @@ class TorchBackend:
     def _parts(self, layout: Tensor) -> Any:
         return Layout(layout, self._topology.num_ranks, self._max_tokens, self._topk)
 
-    def _agree(
-        self,
-        phase: str,
-        signature: tuple[int, ...],
-        counts: Tensor | None = None,
-        recv_counts: Tensor | None = None,
-    ) -> None:
-        """Start a call: everybody makes the same one. Carries the counts of copies along."""
-        self.check()
-        self._call += 1
-        ranks, me = self._topology.num_ranks, self._topology.rank
-        mine = [_PHASES.index(phase), self._call, *(int(v) for v in signature)]
-        sent = torch.tensor([mine] * ranks, dtype=torch.int64)
-        if counts is not None:
-            sent = torch.cat([sent, counts.cpu().unsqueeze(1)], dim=1)
-        width = 8  # the same for every phase, so that different calls can be told apart
-        sent = torch.nn.functional.pad(sent, (0, width - sent.shape[1])).to(self._device)
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """Around a call: no other thread's beside it, and none after it if it stops half way."""
+        with self._turn:
+            self._exchange.begin()
+            try:
+                yield
+            except BaseException as error:  # an interrupt as well
+                self._exchange.stop(error)
+                raise
+
+    def _fields(self, phase: str, sizes: tuple[int, ...], parts: Layout | None = None) -> list[int]:
+        """What ranks tell each other at the start of a call; equal if the calls belong together."""
+        buffer, call = (0, 0) if parts is None else parts.made_by
+        return [_PHASES.index(phase), self.last_call + 1, buffer, call, *sizes]
+
+    def _agree(self, phase: str, fields: list[int], counts: list[int] | None = None) -> list[int]:
+        """Start a call: all ranks make the same one. Carries the counts of copies along."""
+        counts = self._compare(phase, fields, counts)
+        self.last_call += 1
+        return counts
+
+    def _compare(self, phase: str, mine: list[int], counts: list[int] | None = None) -> list[int]:
+        """Exchange the fields, and a count for each rank; the peers' counts.
+
+        Raises:
+            PeerError: the fields of a peer are others.
+        """
+        me, call = self._topology.rank, self.last_call + 1
+        mine = mine + [0] * (_WIDTH - 1 - len(mine))
+        told = [[*mine, count] for count in counts or [0] * self._topology.num_ranks]
+        sent = torch.tensor(told, dtype=torch.int64, device=self._device)
         got = sent.clone()
-        self._exchange(
-            [[row] for row in sent], [[row] for row in got], phase=phase, call=self._call
-        )
-        for peer, theirs in enumerate(got.tolist()):
-            if theirs[: len(mine)] != mine:
+        self._exchange([[row] for row in sent], [[row] for row in got], phase=phase, call=call)
+        heard = got.tolist()
+        for peer, (*theirs, _) in enumerate(heard):
+            if theirs != mine:
                 self._exchange.failure = PeerError(
-                    rank=me,
-                    peer=peer,
-                    phase=phase,
-                    call=self._call,
-                    reason=f"the peer made another call: (phase, call, sizes) is {mine} here and "
-                    f"{theirs[: len(mine)]} there, phases being {', '.join(_PHASES)}",
+                    rank=me, peer=peer, phase=phase, call=call, reason=_difference(mine, theirs)
                 )
                 raise self._exchange.failure
-        if recv_counts is not None:
-            recv_counts.copy_(got[:, len(mine)])
+        return [count for *_, count in heard]
 
     def _exchange_rows(
         self,
@@ -368,8 +451,39 @@ class TorchBackend:
             source[:0] if peer == me else source.index_select(0, t) for peer, t in enumerate(tokens)
         ]
         recvs[me] = recvs[me][:0]
-        self._exchange([[t] for t in sends], [[t] for t in recvs], phase=phase, call=self._call)
+        self._exchange([[t] for t in sends], [[t] for t in recvs], phase=phase, call=self.last_call)
         return received
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    """The same on all ranks, as they run the same torch; never 0, which stands for no tensor."""
+    return 1 + _DTYPES.index(dtype)
+
+
+def _difference(mine: list[int], theirs: list[int]) -> str:
+    """In which of the fields two calls differ, in words."""
+    phase = _PHASES[mine[0]]
+    if theirs[0] != mine[0]:
+        return f"the peer made another call: {phase} here, {_PHASES[theirs[0]]} there"
+    if theirs[1] != mine[1]:
+        return f"the peer made another call: its number is {mine[1]} here, {theirs[1]} there"
+    differing = [
+        f"{name} is {_told(name, here)} here, {_told(name, there)} there"
+        for name, here, there in zip(_SIZES[phase], mine[_COMMON:], theirs[_COMMON:], strict=False)
+        if here != there
+    ]
+    if differing:
+        return f"the peer made another call: {'; '.join(differing)}"
+    here, there = (f"call {fields[3]} of Buffer {fields[2]}" for fields in (mine, theirs))
+    return (
+        f"the peer replays the layout of another route: that of {here} here, that of {there} there"
+    )
+
+
+def _told(name: str, value: int) -> str:
+    if "dtype" in name:
+        return str(_DTYPES[value - 1]).removeprefix("torch.") if value else "none"
+    return str(value)
 
 
 def _stable_order(keys: Tensor) -> Tensor:

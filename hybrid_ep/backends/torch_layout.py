@@ -11,6 +11,7 @@ class Layout:
 
     Attributes:
         num_copies: copies that this rank receives; num_rows: rows they need, padding included.
+        made_by: the Buffer and the call of it that made this layout: numbers, equal on all ranks.
         send_counts, recv_counts: lists, copies per peer.
         send_tokens: ``[copies sent]``, token of each copy, ordered by (peer, token).
         home_copies: ``[T, min(K, R)]``, the token's copies in rank order, -1 where it has fewer.
@@ -21,11 +22,12 @@ class Layout:
         sources: ``[num_copies]``, ``source rank * max_tokens + source token`` of each copy.
     """
 
-    HEADER = 4
+    HEADER = 6
 
     def __init__(self, storage: Tensor, num_ranks: int, max_tokens: int, topk: int) -> None:
         header = storage[: self.HEADER + 2 * num_ranks].tolist()
-        self.num_tokens, self.num_copies, self.num_rows, num_sent = header[: self.HEADER]
+        self.num_tokens, self.num_copies, self.num_rows, num_sent = header[:4]
+        self.made_by = header[4], header[5]
         self.send_counts = header[self.HEADER : self.HEADER + num_ranks]
         self.recv_counts = header[self.HEADER + num_ranks :]
         fanout = min(topk, num_ranks)

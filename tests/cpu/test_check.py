@@ -42,7 +42,7 @@ def run_check(me: Rank, fault: str | None = None, **arguments: Any) -> tuple[lis
 
 @contextlib.contextmanager
 def after_dispatch(change: Callable[[Tensor, Tensor | None], None]) -> Iterator[None]:
-    honest = TorchBackend.dispatch
+    honest = TorchBackend._dispatch
 
     def dispatch(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
         moved = honest(self, *args, **kwargs)
@@ -50,7 +50,7 @@ def after_dispatch(change: Callable[[Tensor, Tensor | None], None]) -> Iterator[
             change(moved[0], moved[1])
         return moved
 
-    with mock.patch.object(TorchBackend, "dispatch", dispatch):
+    with mock.patch.object(TorchBackend, "_dispatch", dispatch):
         yield
 
 
@@ -73,7 +73,7 @@ def swap_two_weights(rows: Tensor, weights: Tensor | None) -> None:
 
 @contextlib.contextmanager
 def wrong_sum() -> Iterator[None]:
-    honest = TorchBackend.combine
+    honest = TorchBackend._combine
 
     def combine(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
         y, values = honest(self, *args, **kwargs)
@@ -81,7 +81,7 @@ def wrong_sum() -> Iterator[None]:
             y[-1] *= 1.5
         return y, values
 
-    with mock.patch.object(TorchBackend, "combine", combine):
+    with mock.patch.object(TorchBackend, "_combine", combine):
         yield
 
 
@@ -101,13 +101,13 @@ def sum_backwards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_one_row_more() -> Iterator[None]:
-    honest = TorchBackend.route
+    honest = TorchBackend._route
 
     def route(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
         made = honest(self, *args, **kwargs)
         return made._replace(required_rows=made.required_rows + 1)
 
-    with mock.patch.object(TorchBackend, "route", route):
+    with mock.patch.object(TorchBackend, "_route", route):
         yield
 
 
@@ -218,7 +218,7 @@ def test_names_the_peer(world: Callable[[int], Pool]) -> None:
 
 
 def raise_once(me: Rank) -> tuple[list[str], int]:
-    honest, calls = TorchBackend.dispatch, 0
+    honest, calls = TorchBackend._dispatch, 0
 
     def dispatch(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -228,7 +228,7 @@ def raise_once(me: Rank) -> tuple[list[str], int]:
             raise OSError("planted")
         return moved
 
-    with mock.patch.object(TorchBackend, "dispatch", dispatch):
+    with mock.patch.object(TorchBackend, "_dispatch", dispatch):
         result = check.run(backend="torch", device="cpu", report=lambda line: None)
     return [str(each) for each in result.failed], len(result.properties)
 
@@ -263,7 +263,7 @@ def stop_before_the_call(me: Rank) -> str:
     def dispatch(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
         raise OSError("planted")
 
-    planted = mock.patch.object(TorchBackend, "dispatch", dispatch)
+    planted = mock.patch.object(TorchBackend, "_dispatch", dispatch)
     with (
         planted if me.rank == FAULTY else contextlib.nullcontext(),
         mock.patch.object(check, "TIMEOUT_S", 1.0),
