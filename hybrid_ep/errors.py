@@ -6,6 +6,13 @@ import functools
 from typing import Any
 
 
+class SetupError(RuntimeError):
+    """A backend, or the group, cannot serve here; raised on all ranks.
+
+    The text says what is missing, and on which rank: commands print it without a traceback.
+    """
+
+
 class PeerError(RuntimeError):
     """A rank waited for a peer that died, came too late, or made a different call.
 
