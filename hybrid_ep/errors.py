@@ -7,10 +7,14 @@ from typing import Any
 
 
 class SetupError(RuntimeError):
-    """A backend, or the group, cannot serve here; raised on all ranks.
+    """A backend cannot run here; raised on all ranks.
 
     The text says what is missing, and on which rank: commands print it without a traceback.
     """
+
+
+class GroupError(RuntimeError):
+    """Ranks of the group stopped answering; commands print the text without a traceback."""
 
 
 class PeerError(RuntimeError):

@@ -17,7 +17,13 @@ import torch.distributed as dist
 
 # what a peer raises for an exception of a rank: of the first of these types that it is of
 _TYPES = (ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception)
-_KNOWN = "_hybrid_ep_known_to_all_ranks"  # attribute of an exception that needs no announcement
+# attribute of an exception that needs no announcement: whether it came from a peer
+_KNOWN = "_hybrid_ep_from_a_peer"
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether the exception repeats one that a peer raised."""
+    return getattr(error, _KNOWN, False)
 
 
 class _Failure(NamedTuple):
@@ -80,7 +86,7 @@ class Ranks:
             yield
         except Exception as error:
             if self._num_ranks > 1 and not hasattr(error, _KNOWN):
-                setattr(error, _KNOWN, True)
+                setattr(error, _KNOWN, False)
                 self._exchange((None, _Failure.of(error)))
             raise
         self.gather(None)
