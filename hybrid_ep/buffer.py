@@ -220,21 +220,12 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or an earlier call on some rank failed (then on
                 all of them: destroy it).
         """
-        self._refuse_if_destroyed()
-        if self._state == _RELEASED:
-            return
-        failure = None
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # so that every failure is known
-            self._backend.check()
-        except (RuntimeError, ValueError) as error:
-            failure = error
-        for rank, theirs in enumerate(self.gather(failure and str(failure))):
-            if theirs is not None:
-                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
-        self._state = _RELEASED
         with self._ranks.together():  # afterwards no rank holds any memory
+            self._refuse_if_destroyed()
+            if self._state == _RELEASED:
+                return
+            self._raise_failures()
+            self._state = _RELEASED
             self._backend.destroy()
             self.gather(None)  # now no rank maps a peer's memory
             self._backend.reclaim()
@@ -248,10 +239,11 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or a rank has no memory for it; then it stays
                 released on all ranks, and may be restored later.
         """
-        self._refuse_if_destroyed()
-        if self._state == _LIVE:
-            return
-        self._backend = self._build_backend(self.backend)
+        with self._ranks.together():
+            self._refuse_if_destroyed()
+            if self._state == _LIVE:
+                return
+            self._backend = self._build_backend(self.backend)
         self._state = _LIVE
 
     def destroy(self) -> None:
@@ -276,6 +268,19 @@ class Buffer:
                 "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks"
             )
         return self._backend
+
+    def _raise_failures(self) -> None:
+        """Raise what an earlier call left behind on any rank."""
+        failure = None
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # so that every failure is known
+            self._backend.check()
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        for rank, theirs in enumerate(self.gather(failure and str(failure))):
+            if theirs is not None:
+                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
 
     def _refuse_if_destroyed(self) -> None:
         if self._state == _DESTROYED:

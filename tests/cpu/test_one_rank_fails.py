@@ -80,3 +80,9 @@ def test_a_trace_that_cannot_be_written_raises_on_all(world, tmp_path):
     results = world(2).run(one_rank_fails.write_trace, paths)
     check_named(results, "FileNotFoundError", paths[0], victim=0)
     assert (tmp_path / "trace.json").exists()
+
+
+@pytest.mark.parametrize("name", ["release", "restore"])
+def test_a_Buffer_destroyed_on_one_rank_raises_on_all(world, name):
+    results = world(2).run(one_rank_fails.use_after_destroy, name)
+    check_named(results, "RuntimeError", "this hybrid_ep.Buffer was destroyed")

@@ -76,3 +76,15 @@ def write_trace(me: Rank, paths: list[str]) -> list[tuple[str, str]]:
         told = [raised_by(lambda path=path: buffer.write_trace(path)) for path in paths]
     buffer.destroy()
     return told
+
+
+def use_after_destroy(me: Rank, name: str) -> list[tuple[str, str]]:
+    """Rank 1 alone has destroyed its Buffer when all ranks release or restore theirs."""
+    buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
+    if name == "restore":
+        buffer.release()
+    if me.rank == 1:
+        buffer.destroy()
+    told = raised_by(getattr(buffer, name))
+    buffer.destroy()
+    return [told, raised_by(lambda: me.buffer(**CASE.on(me.num_ranks).sizes()).destroy())]
