@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
 from hybrid_ep._version import __version__
+from hybrid_ep.launch import RanksFailed
 
 COMMANDS = ("demo", "check", "bench", "tune", "plan", "doctor")
 
@@ -26,10 +28,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         module.add_arguments(command)
     args = parser.parse_args(argv)
     try:
-        return modules[args.command].run(args)
+        code = modules[args.command].run(args)
+        sys.stdout.flush()
+        return code
     except ValueError as error:
         print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
         return 2
+    except RanksFailed as error:
+        if error.speaks:
+            print(f"hybrid-ep {args.command}: {error.told}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # of `hybrid-ep plan | head`; at exit Python would flush and say so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 

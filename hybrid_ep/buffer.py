@@ -17,13 +17,15 @@ from hybrid_ep import round_trip
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
+from hybrid_ep.errors import SetupError
 from hybrid_ep.limits import round_up
+from hybrid_ep.ranks import Ranks
 from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
 from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
 _next_id = itertools.count()
-_next_number = itertools.count()  # of a Buffer on the torch backend
+_next_number = itertools.count()
 _buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 
 BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
@@ -60,9 +62,12 @@ class Buffer:
         config: tuning, equal on all ranks: a Config, or the path of a file that holds one, which
             every rank reads.
 
+    An exception on one rank is one on all ranks, of the same kind: the others name that rank.
+
     Raises:
-        ValueError: an argument breaks a rule, or ranks disagree on one (then on all of them).
-        OSError: no rank can read the file of the config.
+        ValueError: an argument breaks a rule on some rank, ranks disagree on one, or this process
+            is not a member of the group (then on this rank alone).
+        OSError: some rank cannot read the file of the config.
         RuntimeError: the backend asked for cannot run here; the text says what is missing. Or data
             between two ranks are not what was sent: nvshmem tries every pair of ranks when the
             first Buffer of these ranks is made.
@@ -92,61 +97,54 @@ class Buffer:
         if rank < 0:
             raise ValueError("this process is not a member of the group")
 
-        sizes = {
-            "hidden": hidden,
-            "num_experts": num_experts,
-            "max_tokens": max_tokens,
-            "topk": topk,
-        }
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-        if num_experts % num_ranks:
-            raise ValueError(
-                f"num_experts must be divisible by the number of ranks, got num_experts="
-                f"{num_experts} with {num_ranks} ranks"
-            )
-        if not isinstance(scale_bytes, int) or scale_bytes < 0:
-            raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
-        if backend not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        config, unreadable = _read_config(config)
-        device = _default_device() if device is None else torch.device(device)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-
         self.group = group
-        self.hidden, self.num_experts = hidden, num_experts
-        self.max_tokens, self.topk = max_tokens, topk
-        self.dtype, self.scale_bytes = dtype, scale_bytes
-        self.device, self.config = device, config
-        self.topology = Topology(rank, num_ranks, num_ranks)  # for gather(), until it is known
-        self._hosts = self.gather(host_name())
-        if ranks_per_node is None:
-            ranks_per_node = ranks_of_a_host(self._hosts)
-        self.topology = Topology(rank, num_ranks, ranks_per_node)
-        self.num_local_experts = num_experts // num_ranks
-        self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
+        self.last_call = 0  # what the calls before a release() were numbered up to
+        self.topology = Topology(rank, num_ranks, num_ranks)  # until ranks_per_node is known
+        self._ranks = Ranks(group, rank, num_ranks)
+        with self._ranks.together():
+            sizes = {
+                "hidden": hidden,
+                "num_experts": num_experts,
+                "max_tokens": max_tokens,
+                "topk": topk,
+            }
+            _check_arguments(sizes, num_ranks, scale_bytes, backend)
+            self.config = _read_config(config)
+            self.device = _find_device(device)
+            self.hidden, self.num_experts = hidden, num_experts
+            self.max_tokens, self.topk = max_tokens, topk
+            self.dtype, self.scale_bytes = dtype, scale_bytes
+            self.num_local_experts = num_experts // num_ranks
+            self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
 
-        settings = {
-            **sizes,
-            "dtype": str(dtype),
-            "scale_bytes": scale_bytes,
-            "device type": device.type,
-            "backend": backend,
-            "ranks_per_node": self.topology.ranks_per_node,
-            "config": repr(config) if unreadable is None else str(unreadable),
-        }
-        self._agree_on(settings)
-        if unreadable is not None:  # on all ranks alike: one alone would leave its peers waiting
-            raise unreadable
-        self._state = _LIVE
-        self._backend, self.backend_reason = self._make_backend(backend)
+            everybody = self.gather((host_name(), next(_next_number)))
+            self._hosts = [host for host, _ in everybody]
+            self.number = everybody[0][1]  # rank 0's: ranks may be in Buffers of other groups
+            if ranks_per_node is None:
+                ranks_per_node = ranks_of_a_host(self._hosts)
+            self.topology = Topology(rank, num_ranks, ranks_per_node)
+            settings = {
+                **sizes,
+                "dtype": str(dtype),
+                "scale_bytes": scale_bytes,
+                "device type": self.device.type,
+                "backend": backend,
+                "ranks_per_node": self.topology.ranks_per_node,
+                "config": repr(self.config),
+            }
+            self._agree_on(settings)
+            self._state = _LIVE
+            self._backend, self.backend_reason = self._make_backend(backend)
         self.id = next(_next_id)
         _buffers[self.id] = self
-        _log.info("%s", self.describe())
-        if self.backend == "nvshmem":
-            self._verify_peers()
+        try:
+            with self._ranks.together():
+                _log.info("%s", self.describe())
+                if self.backend == "nvshmem":
+                    round_trip.verify_once(self, self._hosts)
+        except BaseException:
+            self.destroy()
+            raise
 
     # ---- what a user asks a Buffer
 
@@ -201,6 +199,7 @@ class Buffer:
         Raises:
             RuntimeError: the Buffer was made without ``Config(trace=True)``, or its backend is
                 not nvlink.
+            OSError: rank 0 cannot write the file; on all ranks.
         """
         if not self.config.trace:
             raise RuntimeError("a trace needs a Buffer with Config(trace=True)")
@@ -208,10 +207,10 @@ class Buffer:
             raise RuntimeError(
                 "the torch backend has no kernels to trace, only nvlink and nvshmem have"
             )
-        events = self.gather(self.verbs.take_trace())
-        if self.topology.rank == 0:
-            Path(path).write_text(json.dumps(chrome_trace(events)))
-        self.gather(None)  # the file is there for every rank
+        with self._ranks.together():  # afterwards the file exists for every rank
+            events = self.gather(self.verbs.take_trace())
+            if self.topology.rank == 0:
+                Path(path).write_text(json.dumps(chrome_trace(events)))
 
     def release(self) -> None:
         """Give the memory back until ``restore``, so that the GPU can serve something else.
@@ -225,24 +224,17 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or an earlier call on some rank failed (then on
                 all of them: destroy it).
         """
-        self._refuse_if_destroyed()
-        if self._state == _RELEASED:
-            return
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # so that every failure is known
-        failure = None
-        try:
-            self._backend.check()
-        except (RuntimeError, ValueError) as error:
-            failure = error
-        for rank, theirs in enumerate(self.gather(failure and str(failure))):
-            if theirs is not None:
-                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
-        self._backend.destroy()
-        self._state = _RELEASED
-        self.gather(None)  # now nobody maps a peer's memory
-        self._backend.reclaim()
-        self.gather(None)  # and now nobody holds any
+        with self._ranks.together():  # afterwards no rank holds any memory
+            self._refuse_if_destroyed()
+            if self._state == _RELEASED:
+                return
+            self._raise_failures()
+            self._state = _RELEASED
+            # in the layouts of handles, which stay valid: no number may come twice
+            self.last_call = self._backend.last_call
+            self._backend.destroy()
+            self.gather(None)  # now no rank maps a peer's memory
+            self._backend.reclaim()
 
     def restore(self) -> None:
         """Take the memory again after ``release``: the same backend, sizes and id as before.
@@ -253,10 +245,11 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or a rank has no memory for it; then it stays
                 released on all ranks, and may be restored later.
         """
-        self._refuse_if_destroyed()
-        if self._state == _LIVE:
-            return
-        self._backend = self._remake_backend()
+        with self._ranks.together():
+            self._refuse_if_destroyed()
+            if self._state == _LIVE:
+                return
+            self._backend = self._build_backend(self.backend)
         self._state = _LIVE
 
     def destroy(self) -> None:
@@ -282,18 +275,24 @@ class Buffer:
             )
         return self._backend
 
+    def _raise_failures(self) -> None:
+        """Raise what an earlier call left behind on any rank."""
+        failure = None
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # so that every failure is known
+            self._backend.check()
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        for rank, theirs in enumerate(self.gather(failure and str(failure))):
+            if theirs is not None:
+                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
+
     def _refuse_if_destroyed(self) -> None:
         if self._state == _DESTROYED:
             raise RuntimeError("this hybrid_ep.Buffer was destroyed")
 
     # ---- construction
-
-    def _verify_peers(self) -> None:
-        try:
-            round_trip.verify_once(self, self._hosts)
-        except RuntimeError:  # a PeerError as well
-            self.destroy()
-            raise
 
     def _agree_on(self, settings: dict[str, Any]) -> None:
         everybody = self.gather(settings)
@@ -304,8 +303,9 @@ class Buffer:
                 raise ValueError(f"{name} must be equal on all ranks, got {by_rank}")
 
     def _make_backend(self, backend: str) -> tuple[Backend, str]:
+        """A backend, and why this one: the same on all ranks."""
         if backend == "torch":
-            return self._torch_backend(), "backend='torch' was asked for"
+            return self._build_backend("torch"), "backend='torch' was asked for"
         if backend == "auto":
             backend = "nvlink" if len(set(self._hosts)) == 1 else "nvshmem"
             may_fall_back = True
@@ -314,22 +314,26 @@ class Buffer:
         why_not = self._why_not(backend)
         if why_not is None:
             try:
-                return self._gpu_backend(backend), REASONS[backend]
-            except RuntimeError as error:  # on all ranks, with the same text
+                return self._build_backend(backend), REASONS[backend]
+            except (RuntimeError, MemoryError) as error:  # on all ranks
                 why_not = str(error)
         why_not = f"the {backend} backend cannot run: {why_not}"
         if not may_fall_back:
-            raise RuntimeError(why_not)
+            raise SetupError(why_not)
         if self.topology.rank == 0 and self.device.type == "cuda":
             _log.warning("using the torch backend, which is slow: %s", why_not)
-        return self._torch_backend(), why_not
+        return self._build_backend("torch"), why_not
 
     def _why_not(self, backend: str) -> str | None:
         """The first rank that cannot run the backend and why, on all ranks alike."""
         from hybrid_ep.backends import nvlink, nvshmem
 
         module = nvlink if backend == "nvlink" else nvshmem
-        reasons = self.gather(module.unavailable_reason(self))
+        try:
+            reason = module.unavailable_reason(self)
+        except (RuntimeError, AssertionError) as error:  # torch cannot use the device
+            reason = str(error)
+        reasons = self.gather(reason)
         for rank, (reason, host) in enumerate(zip(reasons, self._hosts, strict=True)):
             if reason is None and backend == "nvlink" and host != self._hosts[0]:
                 reason = "it is on another host than rank 0"
@@ -337,40 +341,38 @@ class Buffer:
                 return f"rank {rank}: {reason}"
         return None
 
-    def _gpu_backend(self, backend: str) -> Backend:
+    def _build_backend(self, backend: str) -> Backend:
+        """The backend on all ranks, or on none."""
+        built = None
+        try:
+            with self._ranks.together():
+                built = self._new_backend(backend)
+        except BaseException:
+            if built is not None:  # a peer failed
+                built.destroy()
+            raise
+        return built
+
+    def _new_backend(self, backend: str) -> Backend:
+        if backend == "torch":
+            return TorchBackend(
+                self.group,
+                self.topology,
+                num_experts=self.num_experts,
+                max_tokens=self.max_tokens,
+                topk=self.topk,
+                device=self.device,
+                timeout_s=self.config.timeout_s,
+                number=self.number,
+                last_call=self.last_call,
+            )
         from hybrid_ep.backends import nvlink, nvshmem
 
         return nvlink.NvlinkBackend(self) if backend == "nvlink" else nvshmem.NvshmemBackend(self)
 
-    def _remake_backend(self) -> Backend:
-        """The backend that was picked, once more."""
-        if isinstance(self._backend, TorchBackend):
-            # its numbers are in the layouts of handles, which stay valid: none may come twice
-            return self._torch_backend(self._backend.number, self._backend.last_call)
-        return self._gpu_backend(self.backend)
-
-    def _torch_backend(self, number: int | None = None, last_call: int = 0) -> TorchBackend:
-        if number is None:  # rank 0's count, as every rank counts Buffers of other groups as well
-            number = self.gather(next(_next_number))[0]
-        return TorchBackend(
-            self.group,
-            self.topology,
-            num_experts=self.num_experts,
-            max_tokens=self.max_tokens,
-            topk=self.topk,
-            device=self.device,
-            timeout_s=self.config.timeout_s,
-            number=number,
-            last_call=last_call,
-        )
-
     def gather(self, value: Any) -> list[Any]:
-        """One Python object from each rank."""
-        if self.topology.num_ranks == 1:
-            return [value]
-        values: list[Any] = [None] * self.topology.num_ranks
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        """One Python object from each rank; see ``Ranks``."""
+        return self._ranks.gather(value)
 
 
 def find_buffer(buffer_id: int) -> Buffer:
@@ -381,21 +383,51 @@ def find_buffer(buffer_id: int) -> Buffer:
     return buffer
 
 
-def _read_config(
-    config: Config | str | os.PathLike[str] | None,
-) -> tuple[Config, Exception | None]:
-    """The Config meant, and why its file cannot be read, where it cannot."""
+def _check_arguments(sizes: dict[str, int], num_ranks: int, scale_bytes: int, backend: str) -> None:
+    """Raise ValueError for an argument that breaks a rule by itself."""
+    for name, value in sizes.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
+    if sizes["num_experts"] % num_ranks:
+        raise ValueError(
+            f"num_experts must be divisible by the number of ranks, got num_experts="
+            f"{sizes['num_experts']} with {num_ranks} ranks"
+        )
+    if not isinstance(scale_bytes, int) or scale_bytes < 0:
+        raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+
+
+def _read_config(config: Config | str | os.PathLike[str] | None) -> Config:
     if config is None or isinstance(config, Config):
-        return config or Config(), None
+        return config or Config()
     if not isinstance(config, (str, os.PathLike)):
         raise ValueError(f"config must be a Config or the path of its file, got {config!r}")
+    return Config.load(config)
+
+
+def _find_device(device: torch.device | str | None) -> torch.device:
+    """The device meant, with its index.
+
+    Raises:
+        ValueError: torch finds no such device.
+    """
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_gpu else "cpu"
     try:
-        return Config.load(config), None
-    except (OSError, ValueError) as error:
-        return Config(), error
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or its name: {error}") from error
+    if found.type != "cuda":
+        return found
+    if found.index is None:
+        if not has_gpu:
+            raise ValueError(f"device must be one that torch can use, got {device}: no CUDA device")
         return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+    if has_gpu and found.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be one of the {torch.cuda.device_count()} CUDA devices here, got {device}"
+        )
+    return found

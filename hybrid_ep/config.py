@@ -1,19 +1,23 @@
-"""How a Buffer uses the GPU. Nothing here changes a result, only its speed and its patience."""
+"""How a Buffer uses the GPU and how long it waits. No setting changes a result."""
 
 from __future__ import annotations
 
 import json
+import math
 import numbers
 import os
-import sys
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from hybrid_ep.limits import MAX_CHUNK_TOKENS
 
 MAX_SLICE_BYTES = 16384
+# Longer than a peer takes to compile a model or to save a checkpoint. Shorter than the 600 s after
+# which NCCL ends the process by default, so that the PeerError with the peer's name comes first,
+# also where it comes half as late again (docs/several_nodes.md, Faults).
+DEFAULT_TIMEOUT_S = 300.0
 TUNED_FOR = "tuned_for"  # the one key of a file that is no setting
 _COUNTS = (
     "num_sms_publish",
@@ -48,7 +52,8 @@ class Config:
             most 32.
         network_window_chunks: chunks of a channel that may be under way to a rail peer.
         slice_bytes: largest piece of a row that a warp moves at once; a multiple of 16.
-        timeout_s: seconds that a rank waits for a peer before it raises ``PeerError``.
+        timeout_s: deadline of a rank that waits for a peer, in seconds; at the deadline it raises
+            ``PeerError``. ``math.inf`` or None means no deadline, and reads back as ``math.inf``.
         trace: the kernels note what each block did when, for ``Buffer.write_trace()``; costs 3 MB
             of GPU memory and about a microsecond a kernel.
 
@@ -63,7 +68,7 @@ class Config:
     network_chunk_tokens: int = 8
     network_window_chunks: int = 4
     slice_bytes: int = MAX_SLICE_BYTES
-    timeout_s: float = 60.0
+    timeout_s: float | None = DEFAULT_TIMEOUT_S
     trace: bool = False
 
     def __post_init__(self) -> None:
@@ -82,10 +87,8 @@ class Config:
                 f"Config.slice_bytes must be a multiple of 16 from 16 to {MAX_SLICE_BYTES}, got "
                 f"{size!r}"
             )
-        patience = self.timeout_s
-        is_number = isinstance(patience, numbers.Real) and not isinstance(patience, bool)
-        if not is_number or not 0 < patience <= sys.float_info.max:
-            raise ValueError(f"Config.timeout_s must be positive and finite, got {patience!r}")
+        # ranks compare the text of their settings, so equal deadlines must read alike
+        object.__setattr__(self, "timeout_s", _as_seconds(self.timeout_s))
         if not isinstance(self.trace, bool):
             raise ValueError(f"Config.trace must be True or False, got {self.trace!r}")
 
@@ -99,6 +102,8 @@ class Config:
             tuned_for: what the settings were found for, to be kept beside them; JSON's types.
         """
         kept: dict[str, Any] = asdict(self)
+        if self.timeout_s == math.inf:
+            kept["timeout_s"] = None  # JSON has no infinity
         if tuned_for is not None:
             kept[TUNED_FOR] = dict(tuned_for)
         Path(path).write_text(json.dumps(kept, indent=2) + "\n", encoding="utf-8")
@@ -134,15 +139,29 @@ class Config:
                     f"with {value!r:.80}"
                 )
         try:
-            config = cls(**kept)
-            # ranks compare what they print, and 60 is 60.0
-            return replace(config, timeout_s=float(config.timeout_s))
+            return cls(**kept)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _as_seconds(timeout_s: Any) -> float:
+    """A deadline as a float: infinite for None and for integers that no float can hold."""
+    seconds = math.inf if timeout_s is None else math.nan
+    if isinstance(timeout_s, numbers.Real) and not isinstance(timeout_s, bool):
+        try:
+            seconds = float(timeout_s)
+        except OverflowError:
+            seconds = math.inf if timeout_s > 0 else math.nan
+    if not seconds > 0:
+        raise ValueError(
+            "Config.timeout_s must be a positive number, or None for no deadline, got "
+            f"{timeout_s!r:.80}"
+        )
+    return seconds
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

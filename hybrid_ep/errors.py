@@ -20,6 +20,17 @@ def give_up_reason(error: BaseException) -> int:
     return 3 if isinstance(error, Exception) else 2
 
 
+class SetupError(RuntimeError):
+    """A backend cannot run here; raised on all ranks.
+
+    The text says what is missing, and on which rank: commands print it without a traceback.
+    """
+
+
+class GroupError(RuntimeError):
+    """Ranks of the group stopped answering; commands print the text without a traceback."""
+
+
 class PeerError(RuntimeError):
     """A rank waited for a peer that died, came too late, gave up, or made a different call.
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -18,6 +20,63 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from hybrid_ep.errors import GroupError, PeerError, SetupError
+from hybrid_ep.ranks import is_of_a_peer
+
+# Deadlines are ordered, Buffer < group < test, so that a rank that waits in vain raises a PeerError
+# with the name of its peer before anything else ends the run. A call on a Buffer waits at most
+# 2 * timeout_s + 10 s (csrc/call_state.cpp). tests/cpu/test_deadlines.py checks the order.
+GROUP_TIMEOUT_S = 900.0  # of a group of run_ranks, whose Buffers have the default deadline
+COMMAND_TIMEOUT_S = 60.0  # of the Buffers of a command, which saves no checkpoint
+_END_S = 20.0  # for ranks that have returned to end
+_FAILED_END_S = 2.0  # and, once one has failed, for the others to fail as well
+
+_SAY_ALL = (SetupError, GroupError, PeerError, ValueError, torch.cuda.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """How a function ended on a rank that did not return.
+
+    Attributes:
+        rank: the rank.
+        text: the traceback, or how the process ended.
+        told: one paragraph for people, where the exception itself says all; else empty.
+        is_echo: the rank failed because another did.
+    """
+
+    rank: int
+    text: str
+    told: str = ""
+    is_echo: bool = False
+
+    @classmethod
+    def of(cls, rank: int, error: BaseException) -> Failure:
+        """Of the exception that is being handled."""
+        told = str(error) if isinstance(error, _SAY_ALL) else ""
+        is_echo = (
+            is_of_a_peer(error)
+            or isinstance(error, (PeerError, GroupError))
+            or "Connection closed by peer" in str(error)  # gloo: the process of a peer ended
+        )
+        return cls(rank, traceback.format_exc(), told, is_echo)
+
+
+class RanksFailed(RuntimeError):
+    """A rank raised or died; the text holds the rank and its traceback.
+
+    Attributes:
+        told: the same for people, without the traceback where the exception says all.
+        speaks: whether this is the one process that tells the user.
+    """
+
+    def __init__(self, failures: Sequence[Failure], *, speaks: bool = True) -> None:
+        # the cause, where it is among them, and not a rank that failed because another did
+        failure = min(failures, key=lambda each: (each.is_echo, each.rank))
+        super().__init__(f"rank {failure.rank} failed:\n{failure.text}")
+        self.told = failure.told or str(self)
+        self.speaks = speaks
 
 
 def default_num_ranks() -> int:
@@ -38,7 +97,7 @@ def run_ranks(
     num_ranks: int,
     *args: Any,
     device: str = "auto",
-    timeout_s: float = 300.0,
+    timeout_s: float = GROUP_TIMEOUT_S,
 ) -> list[Any]:
     """Call ``function(device, *args)`` on ``num_ranks`` fresh processes with a default group.
 
@@ -50,13 +109,13 @@ def run_ranks(
         num_ranks: number of processes.
         args: passed on.
         device: ``"auto"`` or ``"cpu"``.
-        timeout_s: of the group's collectives.
+        timeout_s: of the group's collectives; longer than the deadline of any Buffer.
 
     Returns:
         list: what the ranks returned, in rank order.
 
     Raises:
-        RuntimeError: a rank raised or died; the text holds the rank and its traceback.
+        RanksFailed: a rank raised or died; a RuntimeError that holds the rank and its traceback.
     """
     context = mp.get_context("spawn")
     results = context.SimpleQueue()
@@ -71,13 +130,18 @@ def run_ranks(
     ]
     for worker in workers:
         worker.start()
+    patience_s = _FAILED_END_S
     try:
-        return _collect(results, workers)
+        values = _collect(results, workers)
+        patience_s = _END_S
+        return values
     finally:
+        end = time.monotonic() + patience_s
         for worker in workers:
-            worker.join(timeout=20)
+            worker.join(timeout=max(0.0, end - time.monotonic()))
             if worker.is_alive():
                 worker.kill()
+                worker.join()
 
 
 @dataclass(frozen=True)
@@ -125,7 +189,7 @@ def on_ranks(
 
     Raises:
         ValueError: as of ``ranks_here``.
-        RuntimeError: a rank raised or died.
+        RanksFailed: a rank raised or died.
     """
     started = ranks_here(num_ranks)
     if not _under_torchrun():
@@ -135,9 +199,16 @@ def on_ranks(
         torch.cuda.set_device(mine)
     dist.init_process_group("gloo")
     try:
+        rank = dist.get_rank()
+        try:
+            value = function(mine, *args)
+        except Exception as error:
+            # each rank that torchrun started has its own; of what all ranks raise, one tells
+            speaks = rank == 0 or not isinstance(error, SetupError)
+            raise RanksFailed([Failure.of(rank, error)], speaks=speaks) from error
         values: list[Any] = [None] * started
-        dist.all_gather_object(values, function(mine, *args))
-        return Ran(values, speaks=dist.get_rank() == 0)
+        dist.all_gather_object(values, value)
+        return Ran(values, speaks=rank == 0)
     finally:
         dist.destroy_process_group()
 
@@ -152,15 +223,35 @@ def _collect(results: Any, workers: list[Any]) -> list[Any]:
         if results.empty():
             dead = [r for r, w in enumerate(workers) if r not in values and w.exitcode is not None]
             if dead and results.empty():
-                codes = ", ".join(f"rank {r}: exit code {workers[r].exitcode}" for r in dead)
-                raise RuntimeError(f"ranks died without a word ({codes})")
+                raise RanksFailed([_died(rank, workers[rank].exitcode) for rank in dead])
             workers[next(r for r in range(len(workers)) if r not in values)].join(timeout=0.02)
             continue
-        rank, value, error = results.get()
-        if error is not None:
-            raise RuntimeError(f"rank {rank} failed:\n{error}")
+        rank, value, failure = results.get()
+        if failure is not None:
+            raise RanksFailed([failure, *_causes(results, workers, failure)])
         values[rank] = value
     return [values[rank] for rank in range(len(workers))]
+
+
+def _causes(results: Any, workers: list[Any], first: Failure) -> list[Failure]:
+    """If a failure is an echo: those of other ranks, which may come a little later."""
+    failures: list[Failure] = []
+    end = time.monotonic() + _FAILED_END_S
+    while first.is_echo and all(each.is_echo for each in failures) and time.monotonic() < end:
+        killed = [r for r, w in enumerate(workers) if w.exitcode not in (None, 0, 1)]
+        if not results.empty():
+            failure = results.get()[2]
+            failures += [] if failure is None else [failure]
+        elif killed:
+            failures += [_died(rank, workers[rank].exitcode) for rank in killed]
+        else:
+            time.sleep(0.02)
+    return failures
+
+
+def _died(rank: int, exit_code: int) -> Failure:
+    text = f"it died without a word (exit code {exit_code})"
+    return Failure(rank, text, f"rank {rank} died without a word (exit code {exit_code})")
 
 
 def _rank_main(
@@ -189,9 +280,11 @@ def _rank_main(
         results.put((rank, function(mine, *args), None))
         dist.barrier()
         dist.destroy_process_group()
-    except BaseException:
-        results.put((rank, None, traceback.format_exc()))
-        raise SystemExit(1) from None
+    except BaseException as error:
+        results.put((rank, None, Failure.of(rank, error)))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # an ordinary exit may end in std::terminate: threads of gloo still wait
 
 
 def _free_port() -> int:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hybrid_ep.errors import SetupError
+
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
@@ -42,7 +44,7 @@ def verify(buffer: Buffer) -> None:
         buffer: any Buffer; it takes ``num_ranks / max_tokens`` calls, at least one.
 
     Raises:
-        RuntimeError: a pattern did not arrive as it was sent, on all ranks, with the same text.
+        SetupError: a pattern did not arrive as it was sent, on all ranks, with the same text.
         PeerError: a rank did not answer.
     """
     num_ranks = buffer.topology.num_ranks
@@ -52,7 +54,7 @@ def verify(buffer: Buffer) -> None:
     everybody = [sentence for theirs in buffer.gather(wrong) for sentence in theirs]
     if everybody:
         more = f" and {len(everybody) - 3} more" if len(everybody) > 3 else ""
-        raise RuntimeError(
+        raise SetupError(
             f"data are not what was sent: {'; '.join(everybody[:3])}{more}; hybrid-ep doctor looks "
             "at drivers and devices"
         )

@@ -19,7 +19,7 @@ import pytest
 if TYPE_CHECKING:
     from tests.launch import Pool, Rank, Target
 
-TEST_DEADLINE_S = 120
+TEST_DEADLINE_S = 180  # longer than any other deadline: tests/cpu/test_deadlines.py
 MIN_CAPABILITY = (9, 0)
 
 

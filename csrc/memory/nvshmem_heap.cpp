@@ -4,21 +4,28 @@
 #include <nvshmemx.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <mutex>
 #include <stdexcept>
+#include <thread>
 
 namespace hybrid_ep::memory {
 namespace {
 
-// NVSHMEM explains a failure on stderr alone: keeps what is written there, and passes it on, also
-// where the process ends in between.
+// NVSHMEM explains a failure on stderr alone, and may never return from a call. While one of these
+// lives, stderr goes to a file. A thread copies the file to the real stderr, so a hang or the end
+// of the process hides at most kShowEvery of the text; take() returns all of it for an exception.
 class StderrText {
   public:
-    StderrText() : before_(dup(STDERR_FILENO)), file_(tmpfile()) {
+    StderrText() : before_(dup(STDERR_FILENO)), file_(before_ < 0 ? nullptr : tmpfile()) {
+        if (file_ == nullptr) return;
+        copier_ = std::thread([this] { copy_until_taken(); });  // first: it may throw
         fflush(stderr);
-        if (file_ != nullptr) dup2(fileno(file_), STDERR_FILENO);
+        dup2(fileno(file_), STDERR_FILENO);
         [[maybe_unused]] static const int registered = std::atexit([] {
             if (kept_ != nullptr) kept_->take();
         });
@@ -26,30 +33,57 @@ class StderrText {
     }
     ~StderrText() {
         take();
-        kept_ = nullptr;
+        if (before_ >= 0) close(before_);
     }
     StderrText(const StderrText&) = delete;
     StderrText& operator=(const StderrText&) = delete;
 
     std::string take() {
-        std::string text;
-        if (file_ == nullptr) return text;
+        if (file_ == nullptr) return text_;
+        {
+            std::lock_guard<std::mutex> lock(mutex_);
+            is_taken_ = true;
+        }
+        wake_.notify_one();
+        copier_.join();
         fflush(stderr);
         dup2(before_, STDERR_FILENO);
-        rewind(file_);
-        char line[512];
-        while (fgets(line, sizeof(line), file_) != nullptr) text += line;
+        copy_new_text();
         fclose(file_);
-        close(before_);
         file_ = nullptr;
-        fputs(text.c_str(), stderr);
-        return text;
+        kept_ = nullptr;
+        return text_;
     }
 
   private:
+    static constexpr std::chrono::milliseconds kShowEvery{500};
+
+    void copy_until_taken() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        while (!wake_.wait_for(lock, kShowEvery, [this] { return is_taken_; })) copy_new_text();
+    }
+
+    // pread, because the offset of the file is that of its writers.
+    void copy_new_text() {
+        char part[512];
+        ssize_t bytes;
+        while ((bytes = pread(fileno(file_), part, sizeof(part), text_.size())) > 0) {
+            text_.append(part, bytes);
+            for (ssize_t shown = 0, more; shown < bytes; shown += more) {
+                more = write(before_, part + shown, bytes - shown);
+                if (more <= 0) break;
+            }
+        }
+    }
+
     static inline StderrText* kept_ = nullptr;
-    int before_;
+    int before_;  // the real stderr
     FILE* file_;
+    std::string text_;
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    bool is_taken_ = false;
+    std::thread copier_;
 };
 
 std::string version(int major, int minor, int patch) {

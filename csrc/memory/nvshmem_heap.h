@@ -1,7 +1,8 @@
 // NVSHMEM on the host: the job that this process is part of, and its symmetric heap.
 //
-// A process takes part in one job, until it ends. What NVSHMEM prints about a failure becomes the
-// text of the exception. No CUDA call here needs a GPU to load the module.
+// A process takes part in one job, until it ends. The text that NVSHMEM prints about a failure
+// becomes the text of the exception; it also reaches stderr, while the call still runs. No CUDA
+// call here needs a GPU to load the module.
 #pragma once
 
 #include <cstdint>

@@ -29,6 +29,7 @@ class Backend(Protocol):
 
     name: str
     layout_size: int
+    last_call: int  # by which layouts are told apart; the backend of a restore() goes on from it
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
         """Agree with all ranks on the rows; `topk_idx` is ``[T, K]``, -1 for no expert."""

@@ -72,6 +72,11 @@ def what_is_lacking(backend: str, buffer: Buffer, load: Callable[[], Any]) -> st
     return "; ".join(exceeded) or None
 
 
+def first_route(buffer: Buffer) -> int:
+    """What the routes of a Buffer are numbered from, so that layouts of two are told apart."""
+    return max(buffer.last_call, buffer.number % 64 << 16)
+
+
 def num_sms(device: torch.device) -> int:
     """The SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -119,7 +124,8 @@ class KernelBackend:
         if self._runtime is not None:
             self._runtime.destroy()
 
-    def num_routes(self) -> int:
+    @property
+    def last_call(self) -> int:
         return self._runtime.num_routes()
 
     def check(self) -> None:

@@ -70,7 +70,7 @@ class NvlinkBackend(kernels.KernelBackend):
                     num_sms_combine=min(config.num_sms_combine, num_sms),
                     slice_bytes=config.slice_bytes,
                     timeout_s=config.timeout_s,
-                    num_routes=buffer.num_routes,
+                    num_routes=kernels.first_route(buffer),
                     trace=config.trace,
                 )
             )

@@ -11,8 +11,13 @@ Buffers are for the same ranks.
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
+import socket
+import threading
 import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,13 +29,16 @@ from hybrid_ep.fabric import nccl_files, network_environment, read_ports
 from hybrid_ep.limits import round_up
 from hybrid_ep.network_window import network_window
 from hybrid_ep.nvshmem_library import load_host_library
+from hybrid_ep.topology import Topology
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
 HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
+NOTICE_S = 20.0  # after which a rank that waits inside NVSHMEM says so
 USES_MAPPED = True  # SMs write to rail peers whose memory is mapped; tests have NVSHMEM put all
 
+_log = logging.getLogger("hybrid_ep")
 _nvshmem = None
 
 
@@ -94,21 +102,26 @@ class Heap:
                     f"were {self._ranks}, this Buffer has {ranks}"
                 )
             return
-        _set_environment(buffer, heap_bytes)
+        _refuse_uneven_sharing(buffer)
+        # All that can fail on one rank alone comes before this gather: NVSHMEM's start has no
+        # deadline, so a missing rank would leave its peers there for ever.
         unique_id, failure = None, None
-        if topology.rank == 0:
-            try:
-                unique_id = _nvshmem.unique_id()
-            except RuntimeError as error:
-                failure = str(error)
-        unique_id, failure = buffer.gather((unique_id, failure))[0]
-        if failure is None:
-            try:
-                with torch.cuda.device(buffer.device):
-                    torch.cuda.synchronize()  # NVSHMEM starts on the device that has a context
-                    _nvshmem.start(unique_id, topology.rank, topology.num_ranks)
-            except RuntimeError as error:
-                failure = str(error)
+        try:
+            _set_environment(buffer, heap_bytes)
+            with torch.cuda.device(buffer.device):
+                torch.cuda.synchronize()  # NVSHMEM starts on the device that has a context
+                if topology.rank == 0:
+                    unique_id = _nvshmem.unique_id()
+        except RuntimeError as error:
+            failure = str(error)
+        prepared = buffer.gather((unique_id, failure))
+        raise_together([failure for _, failure in prepared])
+        unique_id = prepared[0][0]
+        try:
+            with torch.cuda.device(buffer.device), _notice(topology, "NVSHMEM's start"):
+                _nvshmem.start(unique_id, topology.rank, topology.num_ranks)
+        except RuntimeError as error:
+            failure = str(error)
         raise_together(buffer.gather(failure))
         self._ranks = ranks
 
@@ -125,7 +138,8 @@ class Heap:
             return fitting[0], self._given_back.pop(fitting[0])
         address, failure = 0, None
         try:
-            with torch.cuda.device(buffer.device):
+            what = f"{num_bytes} bytes of NVSHMEM's heap"
+            with torch.cuda.device(buffer.device), _notice(buffer.topology, what):
                 address = _nvshmem.allocate(num_bytes)
         except RuntimeError as error:
             failure = str(error)
@@ -243,10 +257,62 @@ def network_config(buffer: Buffer, num_sms: int) -> object:
         num_sms_send=config.network_channels,
         slice_bytes=config.slice_bytes,
         timeout_s=config.timeout_s,
-        num_routes=buffer.num_routes,
+        num_routes=kernels.first_route(buffer),
         trace=config.trace,
         uses_mapped=USES_MAPPED,
     )
+
+
+@contextlib.contextmanager
+def _notice(topology: Topology, what: str) -> Iterator[None]:
+    """Log a warning if a collective call of NVSHMEM, which has no deadline, takes long."""
+    warning = threading.Timer(
+        NOTICE_S,
+        _log.warning,
+        (
+            "rank %d of %d has waited %g s for %s, which takes all ranks; NVSHMEM_DEBUG=INFO shows "
+            "what NVSHMEM does",
+            topology.rank,
+            topology.num_ranks,
+            NOTICE_S,
+            what,
+        ),
+    )
+    warning.daemon = True
+    warning.start()
+    try:
+        yield
+    finally:
+        warning.cancel()
+
+
+def _refuse_uneven_sharing(buffer: Buffer) -> None:
+    """NVSHMEM never ends its start where some ranks share a GPU and others do not.
+
+    Raises:
+        RuntimeError: the GPUs in use have different numbers of ranks, one of them more than one; on
+            all ranks.
+    """
+    gpus = buffer.gather((gpu_uuid(buffer.device), socket.gethostname()))
+    ranks_of: dict[str, list[int]] = {}
+    for rank, (uuid, _) in enumerate(gpus):
+        ranks_of.setdefault(uuid, []).append(rank)
+    most, fewest = (pick(ranks_of.values(), key=len) for pick in (max, min))
+    if len(most) == len(fewest):
+        return
+    shares = [
+        f"{len(ranks)} on GPU {gpus[ranks[0]][0]} of {gpus[ranks[0]][1]} (ranks {ranks})"
+        for ranks in (most, fewest)
+    ]
+    raise RuntimeError(
+        "NVSHMEM needs the same number of ranks on each GPU in use, got "
+        f"{' and '.join(shares)}; start one rank per GPU, or equally many on each"
+    )
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Names a GPU, whatever index a process has it under."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _world_ranks(buffer: Buffer) -> list[int]:

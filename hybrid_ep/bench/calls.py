@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from hybrid_ep.bench.inputs import CopyCounts, Inputs
 from hybrid_ep.bench.options import Options, Shape
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
+from hybrid_ep.launch import COMMAND_TIMEOUT_S
 from hybrid_ep.limits import round_up
 from hybrid_ep.ops import combine, dispatch
 
@@ -21,7 +23,7 @@ BOUND_MULTIPLE = 128  # max_rows is the least multiple of it that drops nothing:
 
 
 def make_buffer(shape: Shape, device: torch.device, backend: str, config: Config) -> Buffer:
-    """A Buffer for calls of the shape; collective."""
+    """A Buffer for calls of the shape, with the deadline of a command; collective."""
     return Buffer(
         hidden=shape.hidden,
         num_experts=shape.experts,
@@ -30,7 +32,7 @@ def make_buffer(shape: Shape, device: torch.device, backend: str, config: Config
         dtype=shape.combine_dtype,
         device=device,
         backend=backend,
-        config=config,
+        config=replace(config, timeout_s=COMMAND_TIMEOUT_S),
     )
 
 

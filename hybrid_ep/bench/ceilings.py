@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.buffer import Buffer
+from hybrid_ep.config import Config
+from hybrid_ep.launch import COMMAND_TIMEOUT_S
 
 _LINK_HIDDEN, _LINK_TOKENS = (
     7168,
@@ -72,6 +74,7 @@ def _link_gbps(
             topk=2,
             device=clock.device,
             backend="nvlink",
+            config=Config(timeout_s=COMMAND_TIMEOUT_S),
         )
     except RuntimeError:  # on all ranks: what it says is said again for the Buffers of the sweep
         return {}

@@ -16,6 +16,7 @@ from hybrid_ep.buffer import Buffer
 from hybrid_ep.check.case import EXPERTS_PER_RANK, HIDDEN, TOKENS, TOPK
 from hybrid_ep.check.result import Property
 from hybrid_ep.config import Config
+from hybrid_ep.errors import GroupError
 
 
 class World:
@@ -76,7 +77,7 @@ class World:
             if any(broken for _, broken in everybody):
                 self.close()  # ranks stopped at different calls: the next property starts afresh
         except RuntimeError as error:
-            raise RuntimeError(
+            raise GroupError(
                 f"the group no longer answers after {name!r}, where this rank saw: {seen}"
             ) from error
         failures = {rank: seen for rank, (seen, _) in enumerate(everybody) if seen is not None}

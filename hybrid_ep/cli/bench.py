@@ -37,6 +37,7 @@ from hybrid_ep import bench
 from hybrid_ep.bench.charts import plot
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
+from hybrid_ep.cli.files import check_matplotlib, make_room
 from hybrid_ep.launch import on_ranks, ranks_here
 
 HELP = "time dispatch and combine on this machine"
@@ -100,32 +101,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
     if args.read is not None:
-        try:
-            report = json.loads(args.read.read_text())
-        except OSError as error:
-            raise ValueError(f"--read: {error}") from None
+        report = _read(args.read)
+        make_room("--json", args.json)
         _tell(args, report, [])
         return 0
     sweeps = _sweeps(args)
     for options in sweeps:
         options.check(ranks_here(args.ranks))
-    try:
-        ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device)
-    except RuntimeError as error:
-        print(f"hybrid-ep bench: {error}", file=sys.stderr)
+    make_room("--json", args.json)
+    make_room("--plot", args.plot)
+    check_matplotlib(args.plot)
+    ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device)
+    measured = ran.values[0]
+    if not measured["records"]:
+        if ran.speaks:
+            print(f"hybrid-ep bench: {'; '.join(measured['skipped'])}", file=sys.stderr)
         return 1
     if not ran.speaks:
         return 0
     machine = describe_machine(args.device, len(ran.values), args.commit)
-    report = {**machine, **ran.values[0]}
+    report = {**machine, **measured}
     _tell(args, report, report.pop("skipped"))
     return 0
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        report = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--read must name a file that --json wrote: {error}") from None
+    known = ("records", "ceilings", "device", "num_gpus", "commit")
+    if not isinstance(report, dict) or not all(key in report for key in known):
+        raise ValueError(f"--read must name a file that --json wrote, got {path}")
+    return report
 
 
 def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
     print_table(report, skipped)
     if args.json is not None:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
         drawn = plot(report, args.plot)

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 
 import torch
 
 from hybrid_ep import check
 from hybrid_ep.buffer import BACKENDS
-from hybrid_ep.launch import on_ranks
+from hybrid_ep.launch import on_ranks, ranks_here
+from hybrid_ep.topology import Topology
 
 HELP = "check dispatch and combine on this machine"
 
@@ -31,12 +31,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Check and print; 1 if a property fails."""
-    try:
-        ran = on_ranks(_on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device)
-    except RuntimeError as error:
-        print(f"hybrid-ep check: {error}", file=sys.stderr)
-        return 1
+    """Check and print; 1 if a property fails, ValueError where an option breaks a rule."""
+    num_ranks = ranks_here(args.ranks)
+    Topology(0, num_ranks, num_ranks if args.ranks_per_node is None else args.ranks_per_node)
+    ran = on_ranks(_on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device)
     return 0 if ran.values[0].ok else 1
 
 

@@ -12,17 +12,16 @@ backend, so two runs can be compared: --json writes what they did.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from hybrid_ep.buffer import BACKENDS
+from hybrid_ep.cli.files import check_matplotlib, check_writable
 from hybrid_ep.demo.model import HIDDEN, LAYERS, NUM_EXPERTS, SEQUENCE, TOPK
 from hybrid_ep.demo.picture import plot
-from hybrid_ep.demo.report import Report, ranks, show_load, summary
+from hybrid_ep.demo.report import ranks, show_load, summary
 from hybrid_ep.demo.text import standard_library_files
 from hybrid_ep.demo.training import BATCH, check_and_train
 from hybrid_ep.launch import default_num_ranks, run_ranks
@@ -50,15 +49,7 @@ def run(args: argparse.Namespace) -> int:
         f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes a step; starting them",
         flush=True,
     )
-    try:
-        report = run_ranks(
-            check_and_train, num_ranks, args.backend, args.steps, device=args.device, timeout_s=600
-        )[0]
-    except RuntimeError as error:
-        report = Report(failure=str(error))
-    if report.failure:
-        print(f"hybrid-ep demo: {report.failure}", file=sys.stderr)
-        return 1
+    report = run_ranks(check_and_train, num_ranks, args.backend, args.steps, device=args.device)[0]
     if args.json:
         args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
     if not report.layer_equal:
@@ -86,6 +77,6 @@ def _checked_ranks(args: argparse.Namespace) -> int:
     for flag, path in (("--plot", args.plot), ("--json", args.json)):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{flag} must name a file in a folder that exists, got {path}")
-    if args.plot is not None and importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+        check_writable(flag, path)
+    check_matplotlib(args.plot)
     return num_ranks

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -33,6 +31,7 @@ import torch
 
 from hybrid_ep import bench
 from hybrid_ep.bench.records import describe_machine
+from hybrid_ep.cli.files import make_room
 from hybrid_ep.config import Config
 from hybrid_ep.launch import on_ranks, ranks_here
 from hybrid_ep.tables import print_table
@@ -85,14 +84,9 @@ def run(args: argparse.Namespace) -> int:
     )
     options.check(ranks_here(args.ranks))
     (shape,) = options.shapes()
-    for option, path in (("--out", args.out), ("--json", args.json)):
-        if path is not None:
-            _make_room(option, path)  # a minute later would be late
-    try:
-        ran = on_ranks(tune, args.ranks, shape, goal)
-    except RuntimeError as error:
-        print(f"hybrid-ep tune: {error}", file=sys.stderr)
-        return 1
+    make_room("--out", args.out)
+    make_room("--json", args.json)
+    ran = on_ranks(tune, args.ranks, shape, goal)
     if not ran.speaks:
         return 0
     machine = describe_machine("auto", len(ran.values), args.commit)
@@ -176,12 +170,3 @@ def _record(each: Measurement) -> dict[str, Any]:
         "ratio_to_default": each.ratio,
         "noise": each.noise,
     }
-
-
-def _make_room(option: str, path: Path) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"{option} must name a file that can be written: {error}") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option} must name a file that can be written, got {path}")

@@ -17,7 +17,6 @@ class Report:
     """What rank 0 saw; ``--json`` writes it.
 
     Attributes:
-        failure: why there was no training at all, empty otherwise.
         device: name of rank 0's.
         layer_error: largest difference between the distributed layer and plain arithmetic, relative
             to the largest value; over outputs and all gradients.
@@ -31,7 +30,6 @@ class Report:
         expert_load: ``[steps][layers][experts]``, rows of the expert over the mean of all experts.
     """
 
-    failure: str = ""
     backend: str = ""
     why: str = ""
     device: str = ""

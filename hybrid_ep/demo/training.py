@@ -13,12 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.config import Config
 from hybrid_ep.demo.clock import TimedBuffer
 from hybrid_ep.demo.collectives import gathered, mean_over_ranks, sum_gradients
 from hybrid_ep.demo.model import HIDDEN, NUM_EXPERTS, SEQUENCE, TOPK, Transformer
 from hybrid_ep.demo.one_process import compare_with_one_process
 from hybrid_ep.demo.report import NATS_PER_BIT, Progress, Report
 from hybrid_ep.demo.text import load_text, unigram_bits, windows
+from hybrid_ep.launch import COMMAND_TIMEOUT_S
 from hybrid_ep.moe import replicated_parameters
 
 BATCH = 32  # sequences a step, of all ranks together
@@ -34,18 +36,16 @@ def check_and_train(device: torch.device, backend: str, steps: int) -> Report:
     """
     _be_deterministic(device)
     payload = torch.bfloat16 if device.type == "cuda" else torch.float32
-    try:
-        buffer = TimedBuffer(
-            hidden=HIDDEN,
-            num_experts=NUM_EXPERTS,
-            max_tokens=BATCH // dist.get_world_size() * SEQUENCE,
-            topk=TOPK,
-            dtype=payload,
-            device=device,
-            backend=backend,
-        )
-    except RuntimeError as error:  # on all ranks: what the backend lacks, without a traceback
-        return Report(failure=str(error))
+    buffer = TimedBuffer(
+        hidden=HIDDEN,
+        num_experts=NUM_EXPERTS,
+        max_tokens=BATCH // dist.get_world_size() * SEQUENCE,
+        topk=TOPK,
+        dtype=payload,
+        device=device,
+        backend=backend,
+        config=Config(timeout_s=COMMAND_TIMEOUT_S),
+    )
     report = Report(
         backend=buffer.backend,
         why=buffer.backend_reason,

@@ -1,8 +1,17 @@
 """The command line as a user meets it: what it prints last, and what wrong usage says."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from hybrid_ep.__main__ import main
+from hybrid_ep.cli import bench, check, demo
+from hybrid_ep.launch import Failure, RanksFailed
+from hybrid_ep.launch import _free_port as free_port
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -18,12 +27,117 @@ def test_check_passes(capfd, num_ranks):
     ("arguments", "says"),
     [
         ("bench --backend nccl", "nccl"),
+        ("bench --ranks 3", "experts must divide by 3 ranks, got 256"),
+        ("bench --json /dev/null/report.json", "--json must name a file that can be written"),
+        ("bench --plot /", "--plot must name a file that can be written, got /"),
+        ("bench --read no/such/file", "--read must name a file that --json wrote: "),
+        ("bench --read /dev/null", "--read must name a file that --json wrote: "),
+        ("check --ranks 0", "--ranks must be at least 1, got 0"),
+        ("check --ranks 4 --ranks-per-node 3", "got ranks_per_node=3 with 4 ranks"),
         ("demo --ranks 3", "--ranks must divide the number of experts, 16, got 3"),
+        ("demo --json /", "--json must name a file that can be written, got /"),
+        ("plan --ranks 1 --tokens 8 --hidden 8 --experts 8 --topk 1 --json /", "--json must name"),
         ("plan --ranks 3 --tokens 8 --hidden 8 --experts 8 --topk 1", "num_experts must be div"),
     ],
 )
 def test_wrong_usage_is_said_with_exit_code_2(capfd, arguments, says):
     assert main(arguments.split()) == 2
-    told = capfd.readouterr().err
-    assert told.startswith(f"hybrid-ep {arguments.split()[0]}: ")
+    told = one_line(capfd, arguments.split()[0])
     assert says in told
+
+
+def one_line(capfd, command):
+    """What the command says on stderr."""
+    told = capfd.readouterr().err
+    assert told.startswith(f"hybrid-ep {command}: ")
+    assert told.count("\n") == 1 and told.endswith("\n"), told
+    return told
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it is about a machine without a GPU")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "check --ranks 2 --backend nvlink",
+        "demo --ranks 2 --backend nvlink",
+        "bench --ranks 2 --backend nvlink --tokens 8 --experts 4 --topk 2",
+    ],
+)
+def test_a_backend_that_cannot_run_is_one_line(capfd, arguments):
+    assert main(arguments.split()) == 1
+    command = arguments.split()[0]
+    assert one_line(capfd, command) == (
+        f"hybrid-ep {command}: the nvlink backend cannot run: rank 0: it needs a CUDA device, the "
+        "Buffer is on cpu\n"
+    )
+
+
+OF_A_BUG = Failure(1, "Traceback (most recent call last):\n  ...\nKeyError: 'a bug'")
+OF_A_PEER = Failure(0, "Traceback ...", told="rank 0 waited for rank 1 in route", is_echo=True)
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "starts"),
+    [("check", check, "on_ranks"), ("bench", bench, "on_ranks"), ("demo", demo, "run_ranks")],
+)
+def test_a_rank_that_fails_is_an_exit_code(capfd, monkeypatch, command, module, starts):
+    def fail(*failures, speaks=True):
+        def start(*_, **__):
+            raise RanksFailed(failures, speaks=speaks)
+
+        monkeypatch.setattr(module, starts, start)
+        assert main([command]) == 1
+
+    fail(OF_A_PEER)
+    assert one_line(capfd, command) == f"hybrid-ep {command}: {OF_A_PEER.told}\n"
+    fail(OF_A_PEER, OF_A_BUG)
+    told = capfd.readouterr().err
+    assert told == f"hybrid-ep {command}: rank 1 failed:\n{OF_A_BUG.text}\n", "a bug has no trace"
+    fail(OF_A_PEER, speaks=False)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_report_of_another_kind_is_not_read(capfd, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps({"records": []}))
+    assert main(["bench", "--read", str(path)]) == 2
+    assert f"must name a file that --json wrote, got {path}" in one_line(capfd, "bench")
+
+
+def test_a_file_that_cannot_be_written_after_all_is_one_line(capfd, monkeypatch):
+    def run(args):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(demo, "run", run)
+    assert main(["demo"]) == 1
+    assert one_line(capfd, "demo") == "hybrid-ep demo: [Errno 28] No space left on device\n"
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As in `hybrid-ep plan | head -1`."""
+    command = [sys.executable, "-m", "hybrid_ep", "plan", "--scaling"]
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_under_torchrun_one_rank_tells_what_all_ranks_raise(tmp_path):
+    command = [sys.executable, "-m", "hybrid_ep", "check", "--backend", "nvlink", "--device", "cpu"]
+    environment = {**os.environ, "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    told = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert [rank.returncode for rank in ranks] == [1, 1]
+    assert told[0].startswith("hybrid-ep check: the nvlink backend cannot run: rank 0: ")
+    assert told[0].count("\n") == 1
+    assert told[1] == ""

@@ -102,17 +102,6 @@ def test_failure_is_an_exit_code(
     assert says in capsys.readouterr().out
 
 
-def test_a_rank_that_fails_is_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise RuntimeError("rank 1 failed: out of memory")
-
-    monkeypatch.setattr(demo, "run_ranks", fail)
-    assert demo.run(arguments()) == 1
-    assert "rank 1 failed: out of memory" in capsys.readouterr().err
-
-
 def test_a_tenth_of_the_files_is_held_out() -> None:
     learned, held_out = load_text()
     assert 0.03 < len(held_out) / len(learned) < 0.3

@@ -9,6 +9,7 @@ import torch.distributed as dist
 import hybrid_ep
 from hybrid_ep.launch import run_ranks
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router, grouped_mm, replicated_parameters
+from tests.launch import PATIENCE
 
 HIDDEN, FFN_HIDDEN, NUM_EXPERTS, TOPK = 32, 24, 6, 2
 TOKENS = [37, 0, 64]  # of each rank
@@ -29,6 +30,7 @@ def make_buffer() -> hybrid_ep.Buffer:
         dtype=torch.float32,
         device="cpu",
         backend="torch",
+        config=PATIENCE,
     )
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import inspect
+import os
 import re
 import shutil
 import subprocess
@@ -275,3 +276,132 @@ def test_Buffers_share_the_heap(world):
         assert asked["restore"] == ["NetworkRuntime", "allocate 32000", "attach"]
     for asked in results[:2]:
         assert "the ranks were [0, 1, 2], this Buffer has [0, 1]" in asked["pair"]
+
+
+# ---- how NVSHMEM starts
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts"),
+    [("AAB", "xxx"), ("ABB", "xxx"), ("AABBC", "xxxxy"), ("AAABBC", "xxxyyy")],
+    ids=str,
+)
+def test_ranks_that_share_GPUs_unevenly_are_refused_before_NVSHMEM_starts(world, gpus, hosts):
+    for seen in world(len(gpus)).run(fake_nvshmem.build_on_gpus, list(gpus), list(hosts)):
+        most, fewest = max(gpus, key=gpus.count), min(gpus, key=gpus.count)
+        assert not seen["started"]
+        assert "the same number of ranks on each GPU in use, got " in seen["told"]
+        for gpu in (most, fewest):
+            ranks = [rank for rank, theirs in enumerate(gpus) if theirs == gpu]
+            assert f"{len(ranks)} on GPU {gpu} of " in seen["told"]
+            assert f"(ranks {ranks})" in seen["told"]
+        assert "start one rank per GPU, or equally many on each" in seen["told"]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "hosts"), [("AAA", "xxx"), ("ABAB", "xxxx"), ("ABC", "xxy"), ("A", "x")], ids=str
+)
+def test_ranks_that_share_GPUs_evenly_start(world, gpus, hosts):
+    for seen in world(len(gpus)).run(fake_nvshmem.build_on_gpus, list(gpus), list(hosts)):
+        assert seen == {"told": "", "started": True}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "error", "kind"),
+    [
+        ("nvshmem", "gpu_uuid", RuntimeError("CUDA error: device busy"), "SetupError"),
+        ("nvshmem", "read_ports", OSError("no sysfs"), "OSError"),
+        ("nvshmem", "_set_environment", ValueError("NCCL_IB_TC must be a number"), "ValueError"),
+        ("nvshmem", "_set_environment", RuntimeError("not now"), "SetupError"),
+        ("kernels", "num_sms", RuntimeError("CUDA error: device busy"), "SetupError"),
+        ("torch.cuda", "get_device_capability", AssertionError("Invalid device id"), "SetupError"),
+    ],
+    ids=["uuid", "ports", "setting", "runtime", "sms", "device"],
+)
+def test_a_rank_that_cannot_start_NVSHMEM_raises_on_all_before_it_starts(
+    world, owner, name, error, kind
+):
+    results = world(2).run(fake_nvshmem.prepare_in_vain, owner, name, error)
+    for rank, (raised, text, started) in enumerate(results):
+        assert raised == kind
+        assert str(error) in text
+        assert rank == 1 or "rank 1: " in text
+        assert not started
+
+
+def test_a_rank_that_waits_long_inside_NVSHMEM_says_so(world):
+    slow, quick = world(2).run(fake_nvshmem.start_slowly)
+    waited = "rank 0 of 2 has waited 0.1 s for "
+    assert slow.count(waited) == 2
+    assert f"{waited}NVSHMEM's start, which takes all ranks" in slow
+    assert "bytes of NVSHMEM's heap, which takes all ranks" in slow
+    assert quick == ""
+
+
+# In place of a part of NVSHMEM's start: it says something, hangs until a file exists, and fails.
+HANGING_START = r"""
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+static void say(const char *text) { if (write(2, text, strlen(text)) < 0) _exit(9); }
+int nvshmemx_set_attr_uniqueid_args(int rank, int num_ranks, const void *id, void *attributes) {
+    say("the network is down\n");
+    while (access(getenv("HANG_UNTIL"), F_OK) != 0) usleep(10000);
+    say("and stays so\n");
+    if (getenv("THEN_EXIT") != NULL) exit(3);
+    return 7;
+}
+"""
+
+
+@pytest.fixture
+def hanging_start(extension, tmp_path):
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler to make an NVSHMEM that hangs")
+    source, library, end = (tmp_path / name for name in ("hangs.c", "hangs.so", "end"))
+    source.write_text(HANGING_START)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    script = (
+        "from hybrid_ep.backends import nvshmem as n; n.load_extension()\n"
+        "try: n._nvshmem.start(n._nvshmem.unique_id(), 0, 1)\n"
+        "except RuntimeError as error: print(error)\n"
+        "import os, sys; print('stderr works', file=sys.stderr, flush=True)\n"
+        "sys.stdout.flush(); os._exit(0)"
+    )
+    started = []
+
+    def start(**environment):
+        environment |= {"LD_PRELOAD": str(library), "HANG_UNTIL": str(end)}
+        process = subprocess.Popen(
+            [sys.executable, "-c", script],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        started.append(process)
+        return process, end
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def test_what_NVSHMEM_says_while_it_hangs_reaches_stderr(hanging_start):
+    process, end = hanging_start()
+    assert process.stderr.readline() == "the network is down\n", "it is hidden until the end"
+    assert process.poll() is None and not end.exists()
+    end.touch()
+    told, said = process.communicate(timeout=60)
+    assert said == "and stays so\nstderr works\n", "each line once"
+    assert told == "NVSHMEM refused the unique id: the network is down\nand stays so\n\n"
+
+
+def test_what_NVSHMEM_says_before_it_ends_the_process_reaches_stderr(hanging_start):
+    process, end = hanging_start(THEN_EXIT="1")
+    end.touch()
+    told, said = process.communicate(timeout=60)
+    assert (process.returncode, told) == (3, "")
+    assert said == "the network is down\nand stays so\n"

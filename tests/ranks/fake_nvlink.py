@@ -16,7 +16,7 @@ import torch
 
 import hybrid_ep.buffer
 from hybrid_ep import rules
-from hybrid_ep.backends import kernels, nvlink, streams
+from hybrid_ep.backends import kernels, nvlink, nvshmem, streams
 from hybrid_ep.backends.kernels import Fields
 from tests.cases import Case
 from tests.launch import Rank
@@ -159,6 +159,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
     """What a Hopper with this extension would answer."""
     with _instead(
         (nvlink, "_nvlink", fake),
+        (nvshmem, "gpu_uuid", lambda device: "GPU-0"),  # where auto tries nvshmem
         (kernels, "num_sms", lambda device: 132),
         (hybrid_ep.buffer, "host_name", lambda: host),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
+import logging
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -19,6 +22,7 @@ from hybrid_ep.backends import kernels, nvshmem
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
+from tests.ranks.one_rank_fails import failing, raised_by
 
 CASE = Case("fake", num_ranks=3, ranks_per_node=1)
 
@@ -80,12 +84,13 @@ class Fake:
 
 
 @contextlib.contextmanager
-def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
+def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[None]:
     """What a Hopper with this NVSHMEM would answer, to a process that has no job yet."""
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
             (nvshmem, "_nvshmem", fake),
             (nvshmem, "_heap", nvshmem.Heap()),
+            (nvshmem, "gpu_uuid", lambda device: gpu),
             (kernels, "num_sms", lambda device: 132),
             (hybrid_ep.buffer, "host_name", lambda: host),
             (hybrid_ep.round_trip, "verify_once", lambda buffer, hosts: None),  # no kernels here
@@ -113,6 +118,48 @@ def build(
             told["backend"], told["describe"] = buffer.backend, buffer.describe()
             buffer.destroy()
     return {**told, "calls": fake.calls}
+
+
+def build_on_gpus(me: Rank, gpus: list[str], hosts: list[str]) -> dict[str, Any]:
+    """A Buffer whose ranks are on these GPUs, by name: what it raises, if anything."""
+    fake = Fake()
+    sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvshmem"}
+    with gpu_with(fake, hosts[me.rank], gpus[me.rank]):
+        told = what_it_raises(lambda: me.buffer(**sizes).destroy())
+    return {"told": told, "started": any(call.startswith("start") for call in fake.calls)}
+
+
+def prepare_in_vain(me: Rank, owner: str, name: str, error: Exception) -> tuple[str, str, bool]:
+    """Rank 1 cannot take part in NVSHMEM's start: what each rank raises, and whether it started."""
+    fake = Fake()
+    sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvshmem"}
+    place = {"nvshmem": nvshmem, "kernels": kernels, "torch.cuda": torch.cuda}[owner]
+    with gpu_with(fake), failing(me, place, name, error):
+        kind, text = raised_by(lambda: me.buffer(**sizes))
+    return kind, text, any(call.startswith("start") for call in fake.calls)
+
+
+def start_slowly(me: Rank) -> str:
+    """NVSHMEM is slow on rank 0, at its start and when it allocates: what a rank logs then."""
+    fake = Fake()
+    honest = fake.note
+
+    def note(call: str) -> None:
+        if me.rank == 0 and call.split()[0] in ("start", "allocate"):
+            time.sleep(0.3)
+        honest(call)
+
+    fake.note = note
+    logged = io.StringIO()
+    handler = logging.StreamHandler(logged)
+    logging.getLogger("hybrid_ep").addHandler(handler)
+    sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvshmem"}
+    try:
+        with gpu_with(fake), mock.patch.object(nvshmem, "NOTICE_S", 0.1):
+            me.buffer(**sizes).destroy()
+    finally:
+        logging.getLogger("hybrid_ep").removeHandler(handler)
+    return logged.getvalue()
 
 
 def share_the_heap(me: Rank) -> dict[str, Any]:

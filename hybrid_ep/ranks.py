@@ -1,0 +1,101 @@
+"""Gathers between the ranks of a group, and steps that fail on all ranks if they fail on one.
+
+A rank that raises an exception between two gathers would leave its peers in the next gather until
+the timeout of the group. Inside ``Ranks.together`` it announces the exception in that gather:
+
+    rank 0   gather ...................................... gather: raises "rank 1: no memory"
+    rank 1   gather   MemoryError("no memory")   announces it here, then raises its MemoryError
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+# what a peer raises for an exception of a rank: of the first of these types that it is of
+_TYPES = (ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception)
+# attribute of an exception that needs no announcement: whether it came from a peer
+_KNOWN = "_hybrid_ep_from_a_peer"
+
+
+def is_of_a_peer(error: BaseException) -> bool:
+    """Whether the exception repeats one that a peer raised."""
+    return getattr(error, _KNOWN, False)
+
+
+class _Failure(NamedTuple):
+    """An exception, on its way to the peers of the rank that raised it."""
+
+    type_index: int  # in _TYPES
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> _Failure:
+        type_index = next(i for i, kind in enumerate(_TYPES) if isinstance(error, kind))
+        text = str(error)
+        if not text or _TYPES[type_index] in (MemoryError, Exception):
+            text = f"{type(error).__name__}: {text}".removesuffix(": ")
+        return cls(type_index, text)
+
+
+class Ranks:
+    """The ranks of a group, as one of them sees them.
+
+    Args:
+        group: the ``torch.distributed`` group; not used by a single rank.
+        rank: of this process in the group.
+        num_ranks: size of the group.
+    """
+
+    def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
+        self._group = group
+        self._rank = rank
+        self._num_ranks = num_ranks
+
+    def gather(self, value: Any) -> list[Any]:
+        """One Python object from each rank, in rank order; collective.
+
+        Raises:
+            Exception: a peer announced an exception; the text names the peer and repeats its text.
+        """
+        if self._num_ranks == 1:
+            return [value]
+        everybody = self._exchange((value, None))
+        for rank, (_, failure) in enumerate(everybody):
+            if failure is not None:
+                error = _TYPES[failure.type_index](f"rank {rank}: {failure.text}")
+                setattr(error, _KNOWN, True)
+                raise error
+        return [value for value, _ in everybody]
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A step that all ranks take; collective. It may gather, and it ends with a gather.
+
+        All ranks must gather equally often in it, but for a rank that raises an exception. Steps
+        may be nested. A step of a single rank costs nothing.
+
+        Raises:
+            Exception: what the step raised on this rank; else, if it raised on a peer, an
+                exception of the same kind that names the peer (as ``gather`` raises it).
+        """
+        try:
+            yield
+        except Exception as error:
+            if self._num_ranks > 1 and not hasattr(error, _KNOWN):
+                setattr(error, _KNOWN, False)
+                self._exchange((None, _Failure.of(error)))
+            raise
+        self.gather(None)
+
+    def _exchange(self, value: Any) -> list[Any]:
+        values: list[Any] = [None] * self._num_ranks
+        try:
+            dist.all_gather_object(values, value, group=self._group)
+        except Exception as error:  # the group itself failed: another exchange would only wait
+            setattr(error, _KNOWN, True)
+            raise
+        return values

@@ -1,0 +1,90 @@
+"""Exceptions on one rank alone, while all ranks build, release, restore or trace a Buffer."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import hybrid_ep
+import hybrid_ep.buffer
+from hybrid_ep.config import Config
+from tests.cases import Case
+from tests.launch import Rank
+
+CASE = Case("one rank fails", tokens=(6, 4), topk=3, experts_per_rank=6)
+
+
+def raised_by(function: Callable[[], Any]) -> tuple[str, str]:
+    """Type and text of what it raises; empty if nothing."""
+    try:
+        function()
+    except Exception as error:
+        return type(error).__name__, str(error)
+    return "", ""
+
+
+def build(me: Rank, by_rank: list[dict[str, Any]]) -> list[tuple[str, str]]:
+    """Build a Buffer with arguments that are the rank's own, then one without any."""
+    arguments = [{**CASE.on(me.num_ranks).sizes(), **mine} for mine in (by_rank[me.rank], {})]
+    return [raised_by(lambda each=each: me.buffer(**each).destroy()) for each in arguments]
+
+
+@contextlib.contextmanager
+def failing(me: Rank, owner: Any, name: str, error: Exception) -> Iterator[None]:
+    """On rank 1 the function raises."""
+    with contextlib.ExitStack() as stack:
+        if me.rank == 1:
+            stack.enter_context(mock.patch.object(owner, name, mock.Mock(side_effect=error)))
+        yield
+
+
+def build_the_backend(me: Rank, error: Exception) -> list[tuple[str, str]]:
+    sizes = CASE.on(me.num_ranks).sizes()
+    with failing(me, hybrid_ep.buffer, "TorchBackend", error):
+        first = raised_by(lambda: me.buffer(**sizes))
+    return [first, raised_by(lambda: me.buffer(**sizes).destroy())]
+
+
+def release(me: Rank, error: Exception) -> list[tuple[str, str]]:
+    buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
+    with failing(me, buffer.verbs, "reclaim", error):
+        told = [raised_by(buffer.release)]
+    buffer.restore()
+    return [*told, raised_by(buffer.destroy)]
+
+
+def restore(me: Rank, error: Exception) -> list[tuple[str, str]]:
+    """A restore that fails on one rank, and a second one."""
+    buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
+    buffer.release()
+    with failing(me, hybrid_ep.buffer, "TorchBackend", error):
+        told = [raised_by(buffer.restore)]
+    assert "was released" in raised_by(lambda: buffer.verbs)[1]
+    told.append(raised_by(buffer.restore))
+    buffer.destroy()
+    return told
+
+
+def write_trace(me: Rank, paths: list[str]) -> list[tuple[str, str]]:
+    """Write an empty trace; the torch backend, which has none, stands in for nvlink's."""
+    config = Config(timeout_s=20, trace=True)
+    buffer = me.buffer(**CASE.on(me.num_ranks).sizes(), config=config)
+    buffer.verbs.take_trace = list
+    with mock.patch.object(hybrid_ep.Buffer, "backend", "nvlink"):
+        told = [raised_by(lambda path=path: buffer.write_trace(path)) for path in paths]
+    buffer.destroy()
+    return told
+
+
+def use_after_destroy(me: Rank, name: str) -> list[tuple[str, str]]:
+    """Rank 1 alone has destroyed its Buffer when all ranks release or restore theirs."""
+    buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
+    if name == "restore":
+        buffer.release()
+    if me.rank == 1:
+        buffer.destroy()
+    told = raised_by(getattr(buffer, name))
+    buffer.destroy()
+    return [told, raised_by(lambda: me.buffer(**CASE.on(me.num_ranks).sizes()).destroy())]
