@@ -2,13 +2,14 @@
 
 import ctypes
 import re
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep.backends import empty
+from hybrid_ep.backends import empty, kernels
 from tests.ranks import fake_nvlink
 
 NOT_PERMITTED = {
@@ -51,12 +52,12 @@ def test_DeepEP_487_not_permitted_on_one_rank_raises_on_all(world, call):
 
 
 def check_calls(calls, failing, failed):
-    """Nobody opens what a peer could not export, and what was made is given back."""
+    """No rank opens what a peer could not export; what was made is freed once all have unmapped."""
     if failed:
         assert calls[: len(BEFORE[failing])] == BEFORE[failing]
     assert ("open_peers" in calls) == (failing == "open_peers")
     made = not (failed and failing == "Runtime")
-    assert calls.count("destroy") == made
+    assert calls[-2:] == ["unmap_peers", "free_now"] if made else calls == BEFORE[failing]
 
 
 def test_DeepEP_487_of_several_failures_the_first_rank_is_told(world):
@@ -174,6 +175,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "scales": 0,
         "scales_stride": 0,
         "scale_bytes": 0,
+        "dtypes": kernels._NUMBER_OF_DTYPE[torch.bfloat16],
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
     }
@@ -194,6 +196,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
     y = hybrid_ep.combine(quiet.buffer, out.rows, out.handle, weights=out.weights)
     assert quiet.given("Summed") == {
         "rows": out.rows.data_ptr(),
+        "num_rows": len(out.rows),
         "type": 0,
         "row_bytes": 2 * hidden,
         "weights": out.weights.data_ptr(),
@@ -272,10 +275,165 @@ def test_a_call_waits_for_the_last_stream_if_it_was_another(quiet):
     assert first.waited_for == [other]
 
 
+def test_streams_inside_a_capture_follow_each_other_and_none_outside(quiet):
+    outside, first, second = (fake_nvlink.FakeStream(n) for n in (1, 2, 3))
+    first.is_capturing = second.is_capturing = True
+    for stream in (outside, first, second, first, outside):
+        quiet.streams.current = stream
+        quiet.dispatch(max_rows=32)
+    assert first.waited_for == [second], "the call before the capture is no part of it"
+    assert second.waited_for == [first]
+    assert outside.waited_for == []
+
+
+def test_a_handle_on_another_stream_is_recorded_there(quiet):
+    out = quiet.dispatch()
+    hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
+    assert quiet.streams.recorded == []
+    quiet.streams.current = other = fake_nvlink.FakeStream(7)
+    hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
+    quiet.dispatch(handle=out.handle)
+    assert quiet.streams.recorded == [(out.handle.layout.data_ptr(), other)] * 2
+
+
+@pytest.mark.parametrize("offset", range(4))
+def test_scales_at_an_odd_address_are_copied_to_an_even_one(quiet, offset):
+    packed = torch.arange(9 * quiet.inputs.x.shape[0]).to(torch.uint8)
+    scales = packed[offset:][: 8 * quiet.inputs.x.shape[0]].view(-1, 8)
+    assert scales.data_ptr() % 4 == offset
+    x = quiet.inputs.x.to(torch.float8_e4m3fn)
+    hybrid_ep.dispatch(quiet.buffer, x, quiet.inputs.topk_idx, scales=scales, max_rows=32)
+    assert quiet.given("Sent")["scales"] % 4 == 0
+    assert (quiet.given("Sent")["scales"] == scales.data_ptr()) == (offset == 0)
+
+
+def failing(quiet, error):
+    """The rows of an exact dispatch are not made, for once."""
+
+    def make_rows(*args):
+        raise error
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels._Sent, "make_rows", make_rows)
+        with pytest.raises(type(error)):
+            quiet.dispatch()
+
+
+@pytest.mark.parametrize("error", [MemoryError("made up"), KeyboardInterrupt()])
+def test_an_exact_dispatch_that_gets_no_rows_is_ended_without_any(quiet, error):
+    failing(quiet, error)
+    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
+    assert quiet.given("Received") == dict.fromkeys(("rows", "weights", "scales", "num_rows"), 0)
+    quiet.dispatch(max_rows=32)
+
+
+@pytest.mark.parametrize("verb", ["publish_fresh", "pull", "dispatch_fresh", "combine"])
+def test_a_launch_that_fails_ends_the_buffer_and_tells_the_peers(quiet, verb):
+    out = quiet.dispatch()
+    calls = {
+        "publish_fresh": quiet.dispatch,
+        "pull": quiet.dispatch,
+        "dispatch_fresh": lambda: quiet.dispatch(max_rows=32),
+        "combine": lambda: hybrid_ep.combine(quiet.buffer, out.rows, out.handle),
+    }
+    quiet.fake.fails = {verb: "kernel launch: out of memory"}
+    with pytest.raises(RuntimeError, match=r"^kernel launch: out of memory$"):
+        calls[verb]()
+    quiet.fake.fails = {}
+    assert quiet.asked()[-1] == "give_up 1"
+    for call in (*calls.values(), quiet.buffer.check):
+        with pytest.raises(RuntimeError, match=r"failed half way \(RuntimeError: kernel launch"):
+            call()
+    assert quiet.asked() == []
+
+
+def test_what_the_runtime_refuses_does_not_end_the_buffer(quiet):
+    quiet.fake.refuses = {"dispatch_fresh": "bytes of a row must be at most 64, got 128"}
+    with pytest.raises(ValueError, match="at most 64, got 128"):
+        quiet.dispatch(max_rows=32)
+    quiet.fake.refuses = {}
+    quiet.dispatch(max_rows=32)
+    assert quiet.asked() == ["dispatch_fresh", "dispatch_fresh"]
+
+
+def test_a_second_thread_is_refused_while_an_exact_dispatch_waits(quiet):
+    told = []
+
+    def call_from_another_thread():
+        def call():
+            try:
+                quiet.dispatch(max_rows=32)
+            except RuntimeError as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+
+    quiet.fake.while_waiting = call_from_another_thread
+    quiet.dispatch()
+    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
+    assert "another thread is in a call of this Buffer" in told[0]
+
+
+ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
+    "another_phase": (
+        (9, 4, 2, 77),
+        (9, 4, 1, 77),
+        "the peer makes another call: combine, and here it is dispatch",
+    ),
+    "another_layout": (
+        (9, 3, 1, 77),
+        (9, 4, 1, 77),
+        "the peer makes this call with another layout: that of route 3, and here it is that of "
+        "route 4",
+    ),
+    "other_sizes": (
+        (9, 4, 1, 76),
+        (9, 4, 1, 77),
+        "the peer makes this call with other sizes or dtypes",
+    ),
+}
+
+
+@pytest.mark.parametrize("theirs, mine, text", ANNOUNCEMENTS.values(), ids=ANNOUNCEMENTS)
+def test_announcements_that_differ_are_told_in_words(quiet, theirs, mine, text):
+    seen, mine = (v << 40 | r << 18 | p << 16 | s for v, r, p, s in (theirs, mine))
+    quiet.fake.left_behind = SimpleNamespace(
+        kind=2, phase=1, peer=0, channel=0, epoch=2, seen=seen, mine=mine
+    )
+    with pytest.raises(hybrid_ep.PeerError, match=text):
+        quiet.dispatch()
+
+
+def test_a_peer_that_gave_up_is_named_with_its_reason(quiet):
+    quiet.fake.left_behind = SimpleNamespace(
+        kind=4, phase=1, peer=0, channel=0, epoch=2, seen=1, mine=0
+    )
+    with pytest.raises(hybrid_ep.PeerError, match="no more calls, because it ran out of memory"):
+        quiet.dispatch()
+
+
+def test_a_gpu_with_less_shared_memory_than_a_block_needs(world):
+    for told in world(1).run(fake_nvlink.build_on_a_gpu_with_shared_memory, 99 << 10):
+        assert told == (
+            "the nvlink backend cannot run: rank 0: it needs 232448 bytes of shared memory per "
+            "block, the GPU has 101376"
+        )
+
+
+def test_routes_are_numbered_on_after_a_restore_and_apart_in_another_buffer(world):
+    before, restored, other = world(1).run(fake_nvlink.numbers_of_routes)[0]
+    assert restored == before + 5
+    assert other != before
+
+
 def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
     out = quiet.dispatch()
     quiet.asked()
-    quiet.fake.left_behind = SimpleNamespace(kind=1, phase=1, peer=0, channel=5, epoch=2, seen=0)
+    quiet.fake.left_behind = SimpleNamespace(
+        kind=1, phase=1, peer=0, channel=5, epoch=2, seen=0, mine=0
+    )
     for call in (
         quiet.dispatch,
         lambda: quiet.dispatch(handle=out.handle),

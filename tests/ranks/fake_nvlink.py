@@ -43,6 +43,8 @@ class Fake:
         num_rows: of every exact dispatch.
         left_behind: the fault of an earlier call.
         given: what the last verb was given, by the struct of csrc/verbs.h that it fills.
+        refuses: the rule that the arguments of a call break.
+        while_waiting: done while the host waits for the number of rows.
     """
 
     fails: dict[str, str] = field(default_factory=dict)
@@ -50,19 +52,43 @@ class Fake:
     num_rows: int = 0
     left_behind: SimpleNamespace | None = None
     given: dict[str, Fields] = field(default_factory=dict)
+    refuses: dict[str, str] = field(default_factory=dict)
+    while_waiting: Callable[[], None] | None = None
 
     RuntimeConfig = SimpleNamespace
     handle_words = 64
     symmetric_bytes = 1 << 20
+    SHARED_MEMORY = 227 << 10
+    shared = 227 << 10  # of a block, on this GPU
+    routes = 0
+    config: SimpleNamespace | None = None
 
     def note(self, call: str) -> None:
         self.events.append((call, time.monotonic()))
         if call in self.fails:
             raise RuntimeError(self.fails[call])
+        if call in self.refuses:
+            raise ValueError(self.refuses[call])
 
     def Runtime(self, config: SimpleNamespace) -> Fake:
         self.note("Runtime")
+        self.config = config
         return self
+
+    def shared_memory_per_block(self, device: int) -> int:
+        return self.shared
+
+    def num_routes(self) -> int:
+        return self.routes
+
+    def unmap_peers(self) -> None:
+        self.note("unmap_peers")
+
+    def free_now(self) -> None:
+        self.note("free_now")
+
+    def give_up(self, reason: int) -> None:
+        self.note(f"give_up {reason}")
 
     def ipc_handle(self) -> bytes:
         self.note("ipc_handle")
@@ -93,6 +119,8 @@ class Fake:
 
     def required_rows(self, ticket: int, stream: int) -> int:
         self.note("required_rows")
+        if self.while_waiting is not None:
+            self.while_waiting()
         return self.num_rows
 
     def pull(self, received: Fields, stream: int) -> None:
@@ -130,6 +158,7 @@ class FakeStream:
 
     def __init__(self, address: int = 0) -> None:
         self.cuda_stream = address
+        self.is_capturing = False
         self.waited_for: list[FakeStream] = []
 
     def wait_stream(self, other: FakeStream) -> None:
@@ -141,6 +170,10 @@ class FakeStreams:
 
     def __init__(self) -> None:
         self.current = FakeStream()
+        self.recorded: list[tuple[int, FakeStream]] = []  # address of a tensor, stream
+
+    def record(self, tensor: torch.Tensor, stream: FakeStream) -> None:
+        self.recorded.append((tensor.data_ptr(), stream))
 
     def reader(self, device: torch.device) -> Callable[[], int]:
         return lambda: self.current.cuda_stream
@@ -179,6 +212,12 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
             (streams, "_reader", fake_streams.reader),
             (torch.cuda, "current_stream", lambda device: fake_streams.current),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (streams, "_is_capturing", lambda stream: stream.is_capturing),
+            (
+                torch.Tensor,
+                "record_stream",
+                lambda tensor, stream: fake_streams.record(tensor, stream),
+            ),
             (rules, "check_experts", lambda buffer, topk_idx: None),  # a GPU's kernels do that
         ),
     ):
@@ -235,6 +274,34 @@ def build(
             told["backend"], told["describe"] = buffer.backend, buffer.describe()
             buffer.destroy()
     return {**told, "calls": [call for call, _ in fake.events]}
+
+
+def build_on_a_gpu_with_shared_memory(me: Rank, num_bytes: int) -> str:
+    fake = Fake()
+    fake.shared = num_bytes
+    with gpu_with(fake):
+        try:
+            me.buffer(**CASE.on(me.num_ranks).sizes(), device="cuda:0", backend="nvlink")
+        except RuntimeError as error:
+            return str(error)
+    return ""
+
+
+def numbers_of_routes(me: Rank) -> tuple[int, int, int]:
+    """Where routes count from: in a Buffer, after five of them and a restore, in the next one."""
+    fake = Fake()
+    with gpu_with(fake):
+        sizes = CASE.on(me.num_ranks).sizes()
+        buffer = me.buffer(**sizes, device="cuda:0", backend="nvlink")
+        before = fake.config.num_routes
+        fake.routes = before + 5
+        buffer.release()
+        buffer.restore()
+        restored = fake.config.num_routes
+        buffer.destroy()
+        other = me.buffer(**sizes, device="cuda:0", backend="nvlink")
+        other.destroy()
+    return before, restored, fake.config.num_routes
 
 
 def release_and_restore(me: Rank) -> dict[str, Any]:

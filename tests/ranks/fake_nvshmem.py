@@ -57,7 +57,13 @@ class Fake:
             attach=lambda peers, rails: self.note(f"attach {peers}"),
             destroy=lambda: self.note("destroy"),
             fault=lambda: self.faulted,
+            num_routes=lambda: 0,
         )
+
+    SHARED_MEMORY = 227 << 10
+
+    def shared_memory_per_block(self, device: int) -> int:
+        return self.SHARED_MEMORY
 
     def unique_id(self) -> bytes:
         self.note("unique_id")
