@@ -80,9 +80,7 @@ def test_run_ranks_reports_the_PeerError_of_a_rank_that_waited() -> None:
     assert error.told.startswith("rank 0 waited for rank 1 in route"), error.told
     assert "\n" not in error.told
     assert "rank 0 failed:\nTraceback" in str(error)
-    assert set(multiprocessing.active_children()) <= set(before), (
-        "the rank that sleeps is left over"
-    )
+    assert set(multiprocessing.active_children()) <= set(before), "the sleeping rank is left"
 
 
 def test_run_ranks_reports_the_rank_that_died_and_not_its_peer() -> None:

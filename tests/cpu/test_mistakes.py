@@ -275,6 +275,11 @@ def test_DeepEP_604_ranks_disagree(world, name):
         assert f"rank 0: {values[0]}, rank 1: {values[1]}" in told
 
 
+def test_equal_deadlines_of_other_types_are_no_disagreement(world):
+    configs = [{"config": hybrid_ep.Config(timeout_s=seconds)} for seconds in (60, 60.0)]
+    assert world(2).run(mistakes.disagree, configs) == ["", ""]
+
+
 def test_Megatron_Bridge_1948_the_group_counts_not_the_environment(alone, monkeypatch):
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_WORLD_SIZE": "4"}.items():
         monkeypatch.setenv(name, value)
