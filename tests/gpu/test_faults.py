@@ -10,8 +10,20 @@ from tests.ranks import mistakes
 IMPATIENT = {"config": Config(timeout_s=1.5), "scale_bytes": 64}  # room for rows of fp32
 
 OTHER_CALLS = {
-    "combine_meets_dispatch": (mistakes.combine, mistakes.dispatch, "no signal"),
-    "dispatch_meets_combine": (mistakes.dispatch, mistakes.combine, "no signal"),
+    "combine_meets_dispatch": (mistakes.combine, mistakes.dispatch, "makes another call: dispatch"),
+    "dispatch_meets_combine": (mistakes.dispatch, mistakes.combine, "makes another call: combine"),
+    "replay_meets_another_replay": (
+        mistakes.dispatch,
+        mistakes.dispatch_of_another_route,
+        "with another layout",
+    ),
+    "combine_meets_another_combine": (
+        mistakes.combine,
+        mistakes.combine_of_another_route,
+        "with another layout",
+    ),
+    "bf16_meets_fp16": (mistakes.dispatch, mistakes.dispatch_of_fp16, "other sizes or dtypes"),
+    "sums_of_bf16_meet_fp16": (mistakes.combine, mistakes.combine_of_fp16, "other sizes or dtypes"),
     "bf16_meets_fp32": (mistakes.dispatch, mistakes.dispatch_of_wider_rows, "other sizes"),
     "weights_meet_none": (mistakes.dispatch_with_weights, mistakes.dispatch, "other sizes"),
 }

@@ -98,6 +98,22 @@ def dispatch_with_weights(call: Call) -> None:
     hybrid_ep.dispatch(call.buffer, call.x, topk_weights=call.weights, handle=call.handle)
 
 
+def dispatch_of_fp16(call: Call) -> None:
+    hybrid_ep.dispatch(call.buffer, call.x.half(), handle=call.handle)
+
+
+def combine_of_fp16(call: Call) -> None:
+    call.combine(call.rows.half())
+
+
+def dispatch_of_another_route(call: Call) -> None:
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.first.handle)
+
+
+def combine_of_another_route(call: Call) -> None:
+    call.combine(torch.zeros_like(call.first.rows), call.first.handle)
+
+
 def stay_away(call: Call) -> None:
     pass
 
@@ -133,6 +149,7 @@ def fault(
     call = Call(me)
     call.buffer.destroy()
     call.buffer = me.buffer(**{**CASE.sizes(), **sizes})
+    call.first = send(me, call.buffer, CASE.inputs(me.rank))
     call.sent = send(me, call.buffer, CASE.inputs(me.rank))
     call.handle = call.sent.handle
     if me.device.type == "cuda":  # or a rank that is killed owes its peers what came before
