@@ -19,6 +19,7 @@ from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
 from hybrid_ep.limits import round_up
 from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
+from hybrid_ep.torch_ops import prepare_order
 from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
@@ -141,6 +142,7 @@ class Buffer:
             raise unreadable
         self._state = _LIVE
         self._backend, self.backend_reason = self._make_backend(backend)
+        prepare_order(device)
         self.id = next(_next_id)
         _buffers[self.id] = self
         _log.info("%s", self.describe())

@@ -87,7 +87,7 @@ def dispatch(
         num_tokens = handle.num_tokens
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
         rows, weights, row_scales = torch_verbs.dispatch(
-            x, topk_weights, scales, handle.layout, num_tokens, handle.num_rows, buffer.id
+            buffer, x, topk_weights, scales, handle.layout, num_tokens, handle.num_rows
         )
     return Dispatched(
         rows,
@@ -127,8 +127,7 @@ def combine(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
     rules.check_combine(buffer, rows, weights)
-    y, _ = torch_verbs.combine(rows, weights, None, handle.layout, handle.num_tokens, buffer.id)
-    return y
+    return torch_verbs.combine(buffer, rows, weights, handle.layout, handle.num_tokens)
 
 
 # ---- recomputation

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, float32, float64
+from torch import Tensor, float32, float64, is_grad_enabled
 
 from hybrid_ep.handle import Handle
 from hybrid_ep.limits import ROW_ALIGN, round_up
@@ -68,21 +68,19 @@ def check_dispatch(
         raise ValueError(
             f"x must have as many tokens as its routing, got {shape[0]} and {num_tokens}"
         )
-    needed = round_up(_row_bytes(buffer, x), 16)
+    scale_bytes = 0
     if scales is not None:
         _check_device(buffer, "scales", scales)
         if scales.dim() != 2 or scales.shape[0] != num_tokens:
             raise ValueError(
                 f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
             )
-        needed += round_up(scales.shape[1] * scales.element_size(), 16)
-    if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
-        raise ValueError(
-            f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
-            f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
-        )
+        scale_bytes = round_up(scales.shape[1] * scales.element_size(), 16)
+    check_outbox(buffer, x, scale_bytes)
     if weights is not None:
         _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
+    if is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
+        check_dispatch_gradient(buffer, x, weights)
 
 
 def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
@@ -94,14 +92,101 @@ def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
         raise ValueError(
             f"rows must have shape [M, hidden={buffer.hidden}], got {list(rows.shape)}"
         )
-    row_bytes = _row_bytes(buffer, rows)
-    if row_bytes > buffer.inbox_row_bytes and not _may_be_float64(buffer, rows.dtype):
-        raise ValueError(
-            f"rows of {rows.dtype} need {row_bytes} bytes, more than the "
-            f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
-        )
+    check_inbox(buffer, rows)
     if weights is not None:
         _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
+    if is_grad_enabled() and (
+        rows.requires_grad or (weights is not None and weights.requires_grad)
+    ):
+        check_combine_gradient(buffer, rows)
+
+
+def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
+    """A row of ``x`` and its scales have room in the outbox."""
+    needed = round_up(_row_bytes(buffer, x), 16) + scale_bytes
+    if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
+        raise ValueError(
+            f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
+            f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
+        )
+
+
+def check_inbox(buffer: Buffer, rows: Tensor) -> None:
+    """A summed row has room on its way to the source rank."""
+    needed = _row_bytes(buffer, rows)
+    if needed > buffer.inbox_row_bytes and not _may_be_float64(buffer, rows.dtype):
+        raise ValueError(
+            f"rows of {rows.dtype} need {needed} bytes, more than the "
+            f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
+        )
+
+
+def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -> None:
+    """The backward of a dispatch, which is a combine, can carry the gradient of ``x``.
+
+    Called where a gradient is wanted, of ``x`` or of ``weights`` alone.
+    """
+    dtype = x.dtype if x.requires_grad else summable_dtype(x)
+    if _may_be_float64(buffer, dtype):
+        return
+    if dtype not in SUM_DTYPES:
+        raise ValueError(
+            f"the gradient of x is a sum, so x must be bfloat16, float16 or float32 to require "
+            f"one, got {dtype}: detach x, or dispatch under torch.no_grad()"
+        )
+    needed = buffer.hidden * dtype.itemsize
+    if needed > buffer.inbox_row_bytes:
+        raise ValueError(
+            f"the backward of this dispatch combines rows of {dtype}, which need {needed} bytes, "
+            f"more than the {buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer "
+            f"reserves: make the Buffer with dtype={dtype}, or dispatch under torch.no_grad()"
+        )
+
+
+def check_combine_gradient(buffer: Buffer, rows: Tensor) -> None:
+    """The backward of a combine, which is a dispatch, can carry the gradient of ``y``.
+
+    Called where a gradient is wanted.
+    """
+    needed = round_up(buffer.hidden * rows.dtype.itemsize, 16)
+    if needed > buffer.row_capacity and not _may_be_float64(buffer, rows.dtype):
+        raise ValueError(
+            f"the backward of this combine dispatches rows of {rows.dtype}, which need {needed} "
+            f"bytes, more than the {buffer.row_capacity} that dtype={buffer.dtype} and "
+            f"scale_bytes={buffer.scale_bytes} of the Buffer reserve: make the Buffer with "
+            f"dtype={rows.dtype}, or combine under torch.no_grad()"
+        )
+
+
+def summable_dtype(rows: Tensor) -> torch.dtype:
+    """Of the zeros that go home in the place of rows whose own gradient is not wanted.
+
+    bfloat16 has sums and fits every Buffer; where its rows are no multiple of ``ROW_ALIGN`` bytes,
+    rows of four-byte values keep their dtype.
+    """
+    if rows.dtype in (torch.bfloat16, torch.float16):
+        return rows.dtype
+    if rows.dtype.itemsize > 2 and rows.shape[1] * 2 % ROW_ALIGN:
+        return rows.dtype
+    return torch.bfloat16
+
+
+def check_sizes(
+    buffer: Buffer,
+    *,
+    layout_size: int,
+    experts: int | None = None,
+    topk: int | None = None,
+) -> None:
+    """The sizes that an op got as arguments are those of its Buffer."""
+    given = {
+        "layout_size": (layout_size, buffer.layout_size),
+        "experts": (experts, buffer.num_local_experts),
+        "topk": (topk, buffer.topk),
+    }
+    for name, (value, expected) in given.items():
+        if value is not None and value != expected:
+            raise ValueError(f"{name} must be that of the Buffer, {expected}, got {value}")
 
 
 def check_handle(buffer: Buffer, handle: Handle) -> None:
