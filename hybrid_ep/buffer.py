@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import round_trip
+from hybrid_ep import round_trip, rules
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
@@ -142,6 +142,7 @@ class Buffer:
             raise unreadable
         self._state = _LIVE
         self._backend, self.backend_reason = self._make_backend(backend)
+        self.two_way_dtypes = rules.two_way_dtypes(self)
         prepare_order(device)
         self.id = next(_next_id)
         _buffers[self.id] = self

@@ -68,6 +68,7 @@ def check_dispatch(
         raise ValueError(
             f"x must have as many tokens as its routing, got {shape[0]} and {num_tokens}"
         )
+    may_return = x.dtype in buffer.two_way_dtypes
     scale_bytes = 0
     if scales is not None:
         _check_device(buffer, "scales", scales)
@@ -76,29 +77,38 @@ def check_dispatch(
                 f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
             )
         scale_bytes = round_up(scales.shape[1] * scales.element_size(), 16)
-    check_outbox(buffer, x, scale_bytes)
+    if scales is not None or not may_return:
+        check_outbox(buffer, x, scale_bytes)
     if weights is not None:
         _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
-    if is_grad_enabled() and (x.requires_grad or (weights is not None and weights.requires_grad)):
+    if not may_return and is_grad_enabled():
         check_dispatch_gradient(buffer, x, weights)
 
 
 def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
     """The rows of a combine."""
     _check_device(buffer, "rows", rows)
-    if rows.dtype not in SUM_DTYPES and not _may_be_float64(buffer, rows.dtype):
-        raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
     if rows.dim() != 2 or rows.shape[1] != buffer.hidden:
         raise ValueError(
             f"rows must have shape [M, hidden={buffer.hidden}], got {list(rows.shape)}"
         )
-    check_inbox(buffer, rows)
+    may_return = rows.dtype in buffer.two_way_dtypes
+    if not may_return:
+        check_inbox(buffer, rows)
     if weights is not None:
         _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
-    if is_grad_enabled() and (
-        rows.requires_grad or (weights is not None and weights.requires_grad)
-    ):
-        check_combine_gradient(buffer, rows)
+    if not may_return and is_grad_enabled():
+        check_combine_gradient(buffer, rows, weights)
+
+
+def two_way_dtypes(buffer: Buffer) -> tuple[torch.dtype, ...]:
+    """The dtypes of rows that dispatch and combine both carry: each is the other's backward."""
+    return tuple(
+        dtype
+        for dtype in SUM_DTYPES
+        if buffer.hidden * dtype.itemsize <= min(buffer.row_capacity, buffer.inbox_row_bytes)
+        and (buffer.hidden * dtype.itemsize % ROW_ALIGN == 0 or buffer.backend == "torch")
+    )
 
 
 def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
@@ -112,9 +122,13 @@ def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
 
 
 def check_inbox(buffer: Buffer, rows: Tensor) -> None:
-    """A summed row has room on its way to the source rank."""
+    """The rows can be summed, and a sum has room on its way to the source rank."""
+    if _may_be_float64(buffer, rows.dtype):
+        return
+    if rows.dtype not in SUM_DTYPES:
+        raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
     needed = _row_bytes(buffer, rows)
-    if needed > buffer.inbox_row_bytes and not _may_be_float64(buffer, rows.dtype):
+    if needed > buffer.inbox_row_bytes:
         raise ValueError(
             f"rows of {rows.dtype} need {needed} bytes, more than the "
             f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
@@ -122,11 +136,13 @@ def check_inbox(buffer: Buffer, rows: Tensor) -> None:
 
 
 def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -> None:
-    """The backward of a dispatch, which is a combine, can carry the gradient of ``x``.
-
-    Called where a gradient is wanted, of ``x`` or of ``weights`` alone.
-    """
-    dtype = x.dtype if x.requires_grad else summable_dtype(x)
+    """The backward of a dispatch, a combine, can carry the gradients that are wanted."""
+    if x.requires_grad:
+        dtype = x.dtype
+    elif weights is not None and weights.requires_grad:
+        dtype = summable_dtype(x)
+    else:
+        return
     if _may_be_float64(buffer, dtype):
         return
     if dtype not in SUM_DTYPES:
@@ -143,11 +159,10 @@ def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -
         )
 
 
-def check_combine_gradient(buffer: Buffer, rows: Tensor) -> None:
-    """The backward of a combine, which is a dispatch, can carry the gradient of ``y``.
-
-    Called where a gradient is wanted.
-    """
+def check_combine_gradient(buffer: Buffer, rows: Tensor, *others: Tensor | None) -> None:
+    """The backward of a combine, a dispatch, can carry the gradient, where one is wanted."""
+    if not any(tensor is not None and tensor.requires_grad for tensor in (rows, *others)):
+        return
     needed = round_up(buffer.hidden * rows.dtype.itemsize, 16)
     if needed > buffer.row_capacity and not _may_be_float64(buffer, rows.dtype):
         raise ValueError(

@@ -33,7 +33,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 _library = torch.library.Library("hybrid_ep", "FRAGMENT")
 _orders: dict[torch.device, Tensor] = {}
-_is_exporting = getattr(torch.compiler, "is_exporting", lambda: False)  # torch 2.6 has none
 
 
 def prepare_order(device: torch.device) -> None:
@@ -52,17 +51,18 @@ def forward_order(device: torch.device) -> Tensor | None:
 
     An exported program may not write a tensor of the process, and keeps its ops in order.
     """
-    if is_dynamo_compiling() and not _is_exporting():
+    # the flag itself: Dynamo of torch 2.11 takes is_exporting() for True, torch 2.6 has neither
+    if is_dynamo_compiling() and not getattr(torch.compiler, "_is_exporting_flag", False):
         return _orders[device]
     return None
 
 
-def backward_order(ordered: bool, grad: Tensor) -> Tensor | None:
+def backward_order(ctx: Any, grad: Tensor) -> Tensor | None:
     """What orders a verb of a backward, where its forward was ordered and the backward is traced.
 
     Outside a trace the verbs run as the autograd engine calls them.
     """
-    mode = get_proxy_mode() if ordered else None
+    mode = get_proxy_mode() if getattr(ctx, "ordered", False) else None
     if mode is None:
         return None
     orders = mode.tracer.__dict__.setdefault("hybrid_ep_orders", {})

@@ -1,7 +1,8 @@
 """Route, dispatch and combine as torch sees them: three ways to run one verb of a backend.
 
     someone watches ops    the op ``hybrid_ep::dispatch``: torch.compile, export, a dispatch mode
-                           (selective checkpoint, FakeTensor), functorch, torch.jit, the profiler
+                           (selective checkpoint, FakeTensor), functorch, torch.jit, the profiler;
+                           ``torch_ops`` defines its two overloads
     a gradient is wanted   an autograd Function
     neither                the backend, at once
 
@@ -288,8 +289,6 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
     ctx.save_for_backward(layout)
     ctx.with_weights = weights is not None
-    ctx.topk = 0 if weights is None else weights.shape[1]
-    ctx.ordered = False
 
 
 def _dispatch_backward(
@@ -313,15 +312,23 @@ def _bring_back(
     ctx: Any, rows: Tensor, values: Tensor | None, layout: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A combine of gradients, for the inputs of a dispatch."""
-    inputs = rows, None, values, layout, ctx.num_tokens, ctx.topk, ctx.buffer_id
+    num_tokens, buffer_id = ctx.num_tokens, ctx.buffer_id
     if _watched(rows, values, layout):
-        return _combine_op(*inputs, backward_order(ctx.ordered, rows))
-    buffer = find_buffer(ctx.buffer_id)
-    rules.check_inbox(buffer, rows)
-    if _needs_grad(rows, values):
-        rules.check_combine_gradient(buffer, rows)
-        return _apply_combine(*inputs)
-    return _combine_now(*inputs)
+        topk = 0 if values is None else _topk(ctx)
+        order = backward_order(ctx, rows)
+        return _combine_op(rows, None, values, layout, num_tokens, topk, buffer_id, order)
+    buffer = find_buffer(buffer_id)
+    if rows.dtype not in buffer.two_way_dtypes:
+        rules.check_inbox(buffer, rows)
+    if not _needs_grad(rows, values):
+        return buffer.verbs.combine(rows, None, values, layout, num_tokens=num_tokens)
+    rules.check_combine_gradient(buffer, rows, values)
+    return _apply_combine(rows, None, values, layout, num_tokens, buffer.topk, buffer_id)
+
+
+def _topk(ctx: Any) -> int:
+    """K: an op saved it, as its graph may be traced for another Buffer than that of this id."""
+    return ctx.topk if hasattr(ctx, "topk") else find_buffer(ctx.buffer_id).topk
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
@@ -330,7 +337,6 @@ def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) ->
     ctx.num_rows = rows.shape[0]
     # without weights the rows are not needed again and may be freed by the caller
     ctx.save_for_backward(layout, *(() if weights is None else (rows, weights)))
-    ctx.ordered = False
 
 
 def _combine_backward(
@@ -351,13 +357,19 @@ def _send_back(
     """A dispatch of gradients, for the inputs of a combine."""
     inputs = grad_y, grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
     if _watched(grad_y, grad_home, layout):
-        return _dispatch_op(*inputs, backward_order(ctx.ordered, grad_y))[:2]
+        return _dispatch_op(*inputs, backward_order(ctx, grad_y))[:2]
     buffer = find_buffer(ctx.buffer_id)
-    rules.check_outbox(buffer, grad_y)
-    if _needs_grad(grad_y, grad_home):
-        rules.check_dispatch_gradient(buffer, grad_y, grad_home)
-        return _apply_dispatch(*inputs)[:2]
-    return _dispatch_now(*inputs)[:2]
+    if grad_y.dtype not in buffer.two_way_dtypes:
+        rules.check_outbox(buffer, grad_y)
+    if not _needs_grad(grad_y, grad_home):
+        return buffer.verbs.dispatch(grad_y, grad_home, None, layout, num_rows=ctx.num_rows)[:2]
+    rules.check_dispatch_gradient(buffer, grad_y, grad_home)
+    return _apply_dispatch(*inputs)[:2]
+
+
+def _save_dispatch_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save_dispatch(ctx, inputs, output)
+    ctx.topk = inputs[1].shape[1] if ctx.with_weights else 0
 
 
 def _refuse_dispatch(x: Tensor, weights: Tensor | None, *others: Any) -> None:
@@ -365,9 +377,11 @@ def _refuse_dispatch(x: Tensor, weights: Tensor | None, *others: Any) -> None:
         rules.check_dispatch_gradient(find_buffer(others[-1]), x, weights)
 
 
-def _refuse_combine(rows: Tensor, *others: Any) -> None:
+def _refuse_combine(
+    rows: Tensor, weights: Tensor | None, values: Tensor | None, *others: Any
+) -> None:
     if type(rows) in _PLAIN:
-        rules.check_combine_gradient(find_buffer(others[-1]), rows)
+        rules.check_combine_gradient(find_buffer(others[-1]), rows, weights, values)
 
 
 _route_op = torch_ops.define(
@@ -388,7 +402,7 @@ _dispatch_op = torch_ops.define(
     "(Tensor, Tensor, Tensor)",
     run=_run_dispatch,
     fake=_fake_dispatch,
-    save=_save_dispatch,
+    save=_save_dispatch_op,
     backward=_dispatch_backward,
     refuse=_refuse_dispatch,
 )
