@@ -199,6 +199,27 @@ def test_a_compiled_graph_holds_the_ops(alone):
     assert names_in(graph) == FORWARD
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_holds_the_functional_ops(alone, strict):
+    """It may not write a tensor of the process; unused ops stay nevertheless."""
+    if strict and torch.__version__ < "2.7":
+        pytest.skip("torch 2.6 does not say that Dynamo traces for export")
+    layer = Layer(alone, replace(CASE, max_rows="more"))
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            hybrid_ep.dispatch(layer.buffer, x, layer.topk_idx, max_rows=64)
+            return layer(x, weights)[0]
+
+    arguments = layer.x.detach(), layer.weights.detach()
+    program = torch.export.export(Module(), arguments, strict=strict)
+    for exported in (program, program.run_decompositions()):
+        assert names_in(exported.graph) == ["route", "dispatch", *FORWARD]
+        targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+        assert not any(str(target).endswith(".ordered") for target in targets)
+        same_bytes(exported.module()(*arguments), Module()(*arguments), "exported")
+
+
 def test_functorch_gets_ops_which_refuse(alone):
     """Torch has no vmap and no torch.func.grad for ops like ours: an error, not wrong addresses."""
     layer = Layer(alone, CASE)
