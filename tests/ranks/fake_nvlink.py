@@ -161,6 +161,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
         (nvlink, "_nvlink", fake),
         (kernels, "num_sms", lambda device: 132),
         (hybrid_ep.buffer, "host_name", lambda: host),
+        (hybrid_ep.buffer, "prepare_order", lambda device: None),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "synchronize", lambda device: None),
     ):
