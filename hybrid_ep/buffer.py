@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import round_trip
+from hybrid_ep import round_trip, rules
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
@@ -21,6 +21,7 @@ from hybrid_ep.errors import SetupError
 from hybrid_ep.limits import round_up
 from hybrid_ep.ranks import Ranks
 from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
+from hybrid_ep.torch_ops import prepare_order
 from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
@@ -135,6 +136,8 @@ class Buffer:
             self._agree_on(settings)
             self._state = _LIVE
             self._backend, self.backend_reason = self._make_backend(backend)
+            self.two_way_dtypes = rules.two_way_dtypes(self)
+            prepare_order(self.device)
         self.id = next(_next_id)
         _buffers[self.id] = self
         try:

@@ -12,7 +12,9 @@ MAX_CHUNK_TOKENS = 32  # kMaxChunkTokens there: a lane per token
 MAX_EXPERTS = 2**15 - 1  # an expert travels as int16
 MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
 MAX_SCALE_BYTES = 2**14  # per token: they share a stage with a slice of the row
-MAX_ROWS = (2**31 - 1) // 2  # a row travels as int32; half is left to padding
+MAX_ROW_NUMBER = 2**31 - 1  # a row is numbered by an int32
+MAX_ROWS = MAX_ROW_NUMBER // 2  # of tokens; as many are left to padding
+MAX_SUMMED_BYTES = 2**36  # of the rows of a combine: kMostTermBytes of csrc/preconditions.h
 
 MIN_QUEUE_DEPTH = 128  # of a queue pair, as NVSHMEM's IBGDA has it, in powers of two
 MAX_QUEUE_DEPTH = 32768

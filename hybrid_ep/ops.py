@@ -7,9 +7,9 @@
       combine   rows, weights, layout -> y
 
 The rules are checked here, before anything is sent; how torch comes to know of the three verbs, and
-their gradients, is in ``torch_verbs``. Splitting route off is what makes recomputation exact: a
-checkpoint that saves the outputs of ``route`` (``SAC_SAVE_OPS``) replays the forward's layout,
-whatever the router says then.
+their gradients, is in ``torch_verbs``, and what keeps them in program order under torch.compile in
+``torch_ops``. Splitting route off is what makes recomputation exact: a checkpoint that saves the
+outputs of ``route`` (``SAC_SAVE_OPS``) replays the forward's layout, whatever the router says then.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def dispatch(
         Dispatched: the rows of this rank's experts and the handle that leads home.
 
     Raises:
-        ValueError: an argument breaks a rule; nothing was sent.
+        ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
+            Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
     if (handle is None) == (topk_idx is None):
@@ -87,7 +88,7 @@ def dispatch(
         num_tokens = handle.num_tokens
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
         rows, weights, row_scales = torch_verbs.dispatch(
-            x, topk_weights, scales, handle.layout, num_tokens, handle.num_rows, buffer.id
+            buffer, x, topk_weights, scales, handle.layout, num_tokens, handle.num_rows
         )
     return Dispatched(
         rows,
@@ -118,7 +119,8 @@ def combine(
         Tensor: ``[T, hidden]``, dtype of rows.
 
     Raises:
-        ValueError: an argument breaks a rule; nothing was sent.
+        ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
+            Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
     rules.check_handle(buffer, handle)
@@ -127,8 +129,7 @@ def combine(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
     rules.check_combine(buffer, rows, weights)
-    y, _ = torch_verbs.combine(rows, weights, None, handle.layout, handle.num_tokens, buffer.id)
-    return y
+    return torch_verbs.combine(buffer, rows, weights, handle.layout, handle.num_tokens)
 
 
 # ---- recomputation
@@ -150,6 +151,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     A plain checkpoint runs the router again, and a near tie that falls the other way gives other
     rows than the forward saw. Here the choice of experts and the layout are those of the forward.
+    In a graph of ``torch.compile`` the results of dispatch and combine are saved as well.
 
     Args:
         function: what to checkpoint; it may call dispatch and combine.

@@ -9,10 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, float32, float64
+from torch import Tensor, float32, float64, is_grad_enabled
 
 from hybrid_ep.handle import Handle
-from hybrid_ep.limits import ROW_ALIGN, round_up
+from hybrid_ep.limits import (
+    MAX_ROW_NUMBER,
+    MAX_ROWS,
+    MAX_SCALE_BYTES,
+    MAX_SUMMED_BYTES,
+    ROW_ALIGN,
+    round_up,
+)
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
@@ -35,6 +42,11 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
         )
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
         raise ValueError(f"align must be an integer of at least 1, got {align!r}")
+    if align * buffer.num_local_experts > MAX_ROWS:
+        raise ValueError(
+            f"align times the {buffer.num_local_experts} experts of a rank must be at most "
+            f"{MAX_ROWS}, got align={align}"
+        )
     if max_rows is None:
         return
     # a tuple of types: the compiler of torch 2.6 does not know what int | torch.SymInt is
@@ -42,6 +54,8 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
         raise ValueError(
             f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
         )
+    if max_rows > MAX_ROW_NUMBER:
+        raise ValueError(f"max_rows must be at most {MAX_ROW_NUMBER}, got {max_rows}")
 
 
 def check_experts(buffer: Buffer, topk_idx: Tensor) -> None:
@@ -68,40 +82,150 @@ def check_dispatch(
         raise ValueError(
             f"x must have as many tokens as its routing, got {shape[0]} and {num_tokens}"
         )
-    needed = round_up(_row_bytes(buffer, x), 16)
+    may_return = x.dtype in buffer.two_way_dtypes
+    scale_bytes = 0
     if scales is not None:
         _check_device(buffer, "scales", scales)
         if scales.dim() != 2 or scales.shape[0] != num_tokens:
             raise ValueError(
                 f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
             )
-        needed += round_up(scales.shape[1] * scales.element_size(), 16)
-    if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
-        raise ValueError(
-            f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
-            f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
-        )
+        scale_bytes = round_up(scales.shape[1] * scales.element_size(), 16)
+    if scales is not None or not may_return:
+        check_outbox(buffer, x, scale_bytes)
     if weights is not None:
         _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
+    if not may_return and is_grad_enabled():
+        check_dispatch_gradient(buffer, x, weights)
 
 
 def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
     """The rows of a combine."""
     _check_device(buffer, "rows", rows)
-    if rows.dtype not in SUM_DTYPES and not _may_be_float64(buffer, rows.dtype):
-        raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
     if rows.dim() != 2 or rows.shape[1] != buffer.hidden:
         raise ValueError(
             f"rows must have shape [M, hidden={buffer.hidden}], got {list(rows.shape)}"
         )
-    row_bytes = _row_bytes(buffer, rows)
-    if row_bytes > buffer.inbox_row_bytes and not _may_be_float64(buffer, rows.dtype):
+    summed_bytes = rows.shape[0] * buffer.hidden * rows.element_size()
+    if summed_bytes > MAX_SUMMED_BYTES and buffer.backend != "torch":
         raise ValueError(
-            f"rows of {rows.dtype} need {row_bytes} bytes, more than the "
-            f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
+            f"rows must have at most {MAX_SUMMED_BYTES} bytes in all, got {summed_bytes}: combine "
+            "them in parts, each by a dispatch of its own"
         )
+    may_return = rows.dtype in buffer.two_way_dtypes
+    if not may_return:
+        check_inbox(buffer, rows)
     if weights is not None:
         _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
+    if not may_return and is_grad_enabled():
+        check_combine_gradient(buffer, rows, weights)
+
+
+def two_way_dtypes(buffer: Buffer) -> tuple[torch.dtype, ...]:
+    """The dtypes of rows that dispatch and combine both carry: each is the other's backward."""
+    return tuple(
+        dtype
+        for dtype in SUM_DTYPES
+        if buffer.hidden * dtype.itemsize <= min(buffer.row_capacity, buffer.inbox_row_bytes)
+        and (buffer.hidden * dtype.itemsize % ROW_ALIGN == 0 or buffer.backend == "torch")
+    )
+
+
+def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
+    """A row of ``x`` and its scales have room in the outbox."""
+    if scale_bytes > MAX_SCALE_BYTES and buffer.backend != "torch":
+        raise ValueError(
+            f"scales must have at most {MAX_SCALE_BYTES} bytes per token, got {scale_bytes}"
+        )
+    needed = round_up(_row_bytes(buffer, x), 16) + scale_bytes
+    if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
+        raise ValueError(
+            f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
+            f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
+        )
+
+
+def check_inbox(buffer: Buffer, rows: Tensor) -> None:
+    """The rows can be summed, and a sum has room on its way to the source rank."""
+    if _may_be_float64(buffer, rows.dtype):
+        return
+    if rows.dtype not in SUM_DTYPES:
+        raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
+    needed = _row_bytes(buffer, rows)
+    if needed > buffer.inbox_row_bytes:
+        raise ValueError(
+            f"rows of {rows.dtype} need {needed} bytes, more than the "
+            f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
+        )
+
+
+def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -> None:
+    """The backward of a dispatch, a combine, can carry the gradients that are wanted."""
+    if x.requires_grad:
+        dtype = x.dtype
+    elif weights is not None and weights.requires_grad:
+        dtype = summable_dtype(x)
+    else:
+        return
+    if _may_be_float64(buffer, dtype):
+        return
+    if dtype not in SUM_DTYPES:
+        raise ValueError(
+            f"the gradient of x is a sum, so x must be bfloat16, float16 or float32 to require "
+            f"one, got {dtype}: detach x, or dispatch under torch.no_grad()"
+        )
+    needed = buffer.hidden * dtype.itemsize
+    if needed > buffer.inbox_row_bytes:
+        raise ValueError(
+            f"the backward of this dispatch combines rows of {dtype}, which need {needed} bytes, "
+            f"more than the {buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer "
+            f"reserves: make the Buffer with dtype={dtype}, or dispatch under torch.no_grad()"
+        )
+
+
+def check_combine_gradient(buffer: Buffer, rows: Tensor, *others: Tensor | None) -> None:
+    """The backward of a combine, a dispatch, can carry the gradient, where one is wanted."""
+    if not any(tensor is not None and tensor.requires_grad for tensor in (rows, *others)):
+        return
+    needed = round_up(buffer.hidden * rows.dtype.itemsize, 16)
+    if needed > buffer.row_capacity and not _may_be_float64(buffer, rows.dtype):
+        raise ValueError(
+            f"the backward of this combine dispatches rows of {rows.dtype}, which need {needed} "
+            f"bytes, more than the {buffer.row_capacity} that dtype={buffer.dtype} and "
+            f"scale_bytes={buffer.scale_bytes} of the Buffer reserve: make the Buffer with "
+            f"dtype={rows.dtype}, or combine under torch.no_grad()"
+        )
+
+
+def summable_dtype(rows: Tensor) -> torch.dtype:
+    """Of the zeros that go home in the place of rows whose own gradient is not wanted.
+
+    bfloat16 has sums and fits every Buffer; where its rows are no multiple of ``ROW_ALIGN`` bytes,
+    rows of four-byte values keep their dtype.
+    """
+    if rows.dtype in (torch.bfloat16, torch.float16):
+        return rows.dtype
+    if rows.dtype.itemsize > 2 and rows.shape[1] * 2 % ROW_ALIGN:
+        return rows.dtype
+    return torch.bfloat16
+
+
+def check_sizes(
+    buffer: Buffer,
+    *,
+    layout_size: int,
+    experts: int | None = None,
+    topk: int | None = None,
+) -> None:
+    """The sizes that an op got as arguments are those of its Buffer."""
+    given = {
+        "layout_size": (layout_size, buffer.layout_size),
+        "experts": (experts, buffer.num_local_experts),
+        "topk": (topk, buffer.topk),
+    }
+    for name, (value, expected) in given.items():
+        if value is not None and value != expected:
+            raise ValueError(f"{name} must be that of the Buffer, {expected}, got {value}")
 
 
 def check_handle(buffer: Buffer, handle: Handle) -> None:

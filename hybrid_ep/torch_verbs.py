@@ -1,7 +1,8 @@
 """Route, dispatch and combine as torch sees them: three ways to run one verb of a backend.
 
     someone watches ops    the op ``hybrid_ep::dispatch``: torch.compile, export, a dispatch mode
-                           (selective checkpoint, FakeTensor), functorch, torch.jit, the profiler
+                           (selective checkpoint, FakeTensor), functorch, torch.jit, the profiler;
+                           ``torch_ops`` defines its two overloads
     a gradient is wanted   an autograd Function
     neither                the backend, at once
 
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor, is_grad_enabled
 from torch.compiler import is_compiling
 
-from hybrid_ep import rules
+from hybrid_ep import rules, torch_ops
 from hybrid_ep.backends import Route
 from hybrid_ep.buffer import Buffer, find_buffer
+from hybrid_ep.torch_ops import backward_order, forward_order
 
 try:
     from torch._C import (
@@ -43,33 +45,6 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _PART = 1 << 25  # elements of a product in float32 that is alive at once: 128 MB
 
 
-def route(
-    topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Who sends what into which row: the fields of ``backends.Route``."""
-    way = _route_op if _watched(topk_idx) else _route_now
-    return way(topk_idx, max_rows, align, buffer_id)
-
-
-def dispatch(
-    x: Tensor,
-    weights: Tensor | None,
-    scales: Tensor | None,
-    layout: Tensor,
-    num_tokens: int,
-    num_rows: int | None,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Rows, and their weights and scales; differentiable in x and weights."""
-    if _watched(x, weights, scales, layout):
-        way = _dispatch_op
-    elif _needs_grad(x, weights):
-        way = _apply_dispatch
-    else:
-        way = _dispatch_now
-    return way(x, weights, scales, layout, num_tokens, num_rows, buffer_id)
-
-
 def dispatch_fresh(
     buffer: Buffer,
     topk_idx: Tensor,
@@ -79,11 +54,19 @@ def dispatch_fresh(
     max_rows: int | None,
     align: int,
 ) -> tuple[Tensor | None, ...]:
-    """What route returns and then what dispatch does: one call of the backend where that can be."""
+    """Who sends what into which row, the fields of ``backends.Route``, and then what dispatch does.
+
+    One call of the backend where that can be.
+    """
     if _watched(topk_idx, x, weights, scales):
-        made = route(topk_idx, max_rows, align, buffer.id)
+        order = forward_order(buffer.device)
+        sizes = buffer.num_local_experts, buffer.layout_size
+        made = _route_op(topk_idx, max_rows, align, *sizes, buffer.id, order)
+        num_rows = max_rows
+        if max_rows is None and order is not None:
+            num_rows = _rows_op(made[3], buffer.id).shape[0]
         num_tokens = topk_idx.shape[0]
-        return *made, *dispatch(x, weights, scales, made[0], num_tokens, max_rows, buffer.id)
+        return *made, *dispatch(buffer, x, weights, scales, made[0], num_tokens, num_rows)
     rules.check_experts(buffer, topk_idx)
     if _needs_grad(x, weights):
         made = []
@@ -92,22 +75,36 @@ def dispatch_fresh(
     return buffer.verbs.dispatch_fresh(topk_idx, x, weights, scales, max_rows=max_rows, align=align)
 
 
-def combine(
-    rows: Tensor,
+def dispatch(
+    buffer: Buffer,
+    x: Tensor,
     weights: Tensor | None,
-    values: Tensor | None,
+    scales: Tensor | None,
     layout: Tensor,
     num_tokens: int,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor | None]:
-    """The sums ``y [T, H]``, and ``values [M]`` at home ``[T, K]``; differentiable in all three."""
-    if _watched(rows, weights, values, layout):
-        way = _combine_op
-    elif _needs_grad(rows, weights, values):
-        way = _apply_combine
-    else:
-        way = _combine_now
-    return way(rows, weights, values, layout, num_tokens, buffer_id)
+    num_rows: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Rows, and their weights and scales; differentiable in x and weights."""
+    inputs = x, weights, scales, layout, num_tokens, num_rows, buffer.id
+    if _watched(x, weights, scales, layout):
+        return _dispatch_op(*inputs, forward_order(buffer.device))
+    way = _apply_dispatch if _needs_grad(x, weights) else _dispatch_now
+    return way(*inputs)
+
+
+def combine(
+    buffer: Buffer,
+    rows: Tensor,
+    weights: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+) -> Tensor:
+    """The sums ``y [T, H]``; differentiable in rows and weights."""
+    inputs = rows, weights, None, layout, num_tokens, buffer.topk, buffer.id
+    if _watched(rows, weights, layout):
+        return _combine_op(*inputs, forward_order(buffer.device))[0]
+    way = _apply_combine if _needs_grad(rows, weights) else _combine_now
+    return way(*inputs)[0]
 
 
 def _watched(*tensors: Tensor | None) -> bool:
@@ -130,10 +127,17 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return False
 
 
-# ---- at once
+# ---- at once; the arguments are those of the ops
 
 
-def _route_now(topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int) -> Route:
+def _route_now(
+    topk_idx: Tensor,
+    max_rows: int | None,
+    align: int,
+    experts: int,
+    layout_size: int,
+    buffer_id: int,
+) -> Route:
     buffer = find_buffer(buffer_id)
     rules.check_experts(buffer, topk_idx)
     return buffer.verbs.route(topk_idx, max_rows=max_rows, align=align)
@@ -158,33 +162,53 @@ def _combine_now(
     values: Tensor | None,
     layout: Tensor,
     num_tokens: int,
+    topk: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor | None]:
     verbs = find_buffer(buffer_id).verbs
     return verbs.combine(rows, weights, values, layout, num_tokens=num_tokens)
 
 
-# ---- as ops, which anybody may call, so they check the rules themselves
+# ---- as ops, which any program may call, so they check the rules themselves
 
 
-@torch.library.custom_op("hybrid_ep::route", mutates_args=())
-def _route_op(
-    topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    rules.check_route(find_buffer(buffer_id), topk_idx, max_rows, align)
-    return tuple(_route_now(topk_idx, max_rows, align, buffer_id))
-
-
-@_route_op.register_fake
-def _(topk_idx: Tensor, max_rows: int | None, align: int, buffer_id: int) -> tuple[Tensor, ...]:
+def _run_route(
+    topk_idx: Tensor,
+    max_rows: int | None,
+    align: int,
+    experts: int,
+    layout_size: int,
+    buffer_id: int,
+) -> tuple[Tensor, ...]:
     buffer = find_buffer(buffer_id)
-    experts = buffer.num_local_experts
-    shapes = ([buffer.layout_size], [experts], [experts + 1], [])
+    rules.check_route(buffer, topk_idx, max_rows, align)
+    rules.check_sizes(buffer, experts=experts, layout_size=layout_size)
+    return tuple(_route_now(topk_idx, max_rows, align, experts, layout_size, buffer_id))
+
+
+def _fake_route(
+    topk_idx: Tensor,
+    max_rows: int | None,
+    align: int,
+    experts: int,
+    layout_size: int,
+    buffer_id: int,
+) -> tuple[Tensor, ...]:
+    shapes = ([layout_size], [experts], [experts + 1], [])
     return tuple(topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@torch.library.custom_op("hybrid_ep::dispatch", mutates_args=())
-def _dispatch_op(
+def _run_rows(required_rows: Tensor, buffer_id: int) -> Tensor:
+    num_rows = int(required_rows)  # waits for the route
+    find_buffer(buffer_id).verbs.check()  # after a fault it is no number of rows
+    return required_rows.new_empty([num_rows, 0])
+
+
+def _fake_rows(required_rows: Tensor, buffer_id: int) -> Tensor:
+    return required_rows.new_empty([torch.library.get_ctx().new_dynamic_size(), 0])
+
+
+def _run_dispatch(
     x: Tensor,
     weights: Tensor | None,
     scales: Tensor | None,
@@ -193,7 +217,9 @@ def _dispatch_op(
     num_rows: int | None,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    rules.check_dispatch(find_buffer(buffer_id), x, weights, scales, num_tokens)
+    buffer = find_buffer(buffer_id)
+    rules.check_dispatch(buffer, x, weights, scales, num_tokens)
+    rules.check_sizes(buffer, layout_size=layout.shape[0])
     rows, row_weights, row_scales = _dispatch_now(
         x, weights, scales, layout, num_tokens, num_rows, buffer_id
     )
@@ -204,8 +230,7 @@ def _dispatch_op(
     )
 
 
-@_dispatch_op.register_fake
-def _(
+def _fake_dispatch(
     x: Tensor,
     weights: Tensor | None,
     scales: Tensor | None,
@@ -223,30 +248,32 @@ def _(
     )
 
 
-@torch.library.custom_op("hybrid_ep::combine", mutates_args=())
-def _combine_op(
+def _run_combine(
     rows: Tensor,
     weights: Tensor | None,
     values: Tensor | None,
     layout: Tensor,
     num_tokens: int,
+    topk: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor]:
-    rules.check_combine(find_buffer(buffer_id), rows, weights)
-    y, home_values = _combine_now(rows, weights, values, layout, num_tokens, buffer_id)
+    buffer = find_buffer(buffer_id)
+    rules.check_combine(buffer, rows, weights)
+    used_topk = None if values is None else topk
+    rules.check_sizes(buffer, topk=used_topk, layout_size=layout.shape[0])
+    y, home_values = _combine_now(rows, weights, values, layout, num_tokens, topk, buffer_id)
     return y, rows.new_empty(0, dtype=torch.float32) if home_values is None else home_values
 
 
-@_combine_op.register_fake
-def _(
+def _fake_combine(
     rows: Tensor,
     weights: Tensor | None,
     values: Tensor | None,
     layout: Tensor,
     num_tokens: int,
+    topk: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor]:
-    topk = find_buffer(buffer_id).topk
     return (
         rows.new_empty([num_tokens, rows.shape[1]]),
         rows.new_empty(0, dtype=torch.float32)
@@ -269,12 +296,11 @@ def _dispatch_backward(
 ) -> tuple[Tensor | None, ...]:
     (layout,) = ctx.saved_tensors
     values = grad_weights.contiguous() if ctx.with_weights else None
-    if not ctx.needs_input_grad[0] and grad_rows.dtype.itemsize == 1:
-        # fp8 has no sums, and only the weights' gradient is wanted: nothing goes home beside it
-        grad_rows = grad_rows.new_zeros(grad_rows.shape, dtype=torch.bfloat16)
-    grad_x, grad_topk = combine(
-        grad_rows.contiguous(), None, values, layout, ctx.num_tokens, ctx.buffer_id
-    )
+    if not ctx.needs_input_grad[0]:  # only the weights' gradient is wanted, whatever x is
+        dtype = rules.summable_dtype(grad_rows)
+        if dtype != grad_rows.dtype:
+            grad_rows = grad_rows.new_zeros(grad_rows.shape, dtype=dtype)
+    grad_x, grad_topk = _bring_back(ctx, grad_rows.contiguous(), values, layout)
     return (
         grad_x if ctx.needs_input_grad[0] else None,
         grad_topk if ctx.with_weights else None,
@@ -282,8 +308,31 @@ def _dispatch_backward(
     )
 
 
+def _bring_back(
+    ctx: Any, rows: Tensor, values: Tensor | None, layout: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A combine of gradients, for the inputs of a dispatch."""
+    num_tokens, buffer_id = ctx.num_tokens, ctx.buffer_id
+    if _watched(rows, values, layout):
+        topk = 0 if values is None else _topk(ctx)
+        order = backward_order(ctx, rows)
+        return _combine_op(rows, None, values, layout, num_tokens, topk, buffer_id, order)
+    buffer = find_buffer(buffer_id)
+    if rows.dtype not in buffer.two_way_dtypes:
+        rules.check_inbox(buffer, rows)
+    if not _needs_grad(rows, values):
+        return buffer.verbs.combine(rows, None, values, layout, num_tokens=num_tokens)
+    rules.check_combine_gradient(buffer, rows, values)
+    return _apply_combine(rows, None, values, layout, num_tokens, buffer.topk, buffer_id)
+
+
+def _topk(ctx: Any) -> int:
+    """K: an op saved it, as its graph may be traced for another Buffer than that of this id."""
+    return ctx.topk if hasattr(ctx, "topk") else find_buffer(ctx.buffer_id).topk
+
+
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    rows, weights, values, layout, _, ctx.buffer_id = inputs
+    rows, weights, values, layout, _, _, ctx.buffer_id = inputs
     ctx.with_values = values is not None
     ctx.num_rows = rows.shape[0]
     # without weights the rows are not needed again and may be freed by the caller
@@ -295,17 +344,79 @@ def _combine_backward(
 ) -> tuple[Tensor | None, ...]:
     layout, *weighted = ctx.saved_tensors
     grad_home = grad_home.contiguous() if ctx.with_values else None
-    grad_rows, grad_values, _ = dispatch(
-        grad_y.contiguous(), grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
-    )
+    grad_rows, grad_values = _send_back(ctx, grad_y.contiguous(), grad_home, layout)
     grad_weights = None
     if weighted:
         grad_rows, grad_weights = _weighted_backward(*weighted, grad_rows)
-    return grad_rows, grad_weights, grad_values if ctx.with_values else None, None, None, None
+    return grad_rows, grad_weights, grad_values if ctx.with_values else None, *(None,) * 4
 
 
-_dispatch_op.register_autograd(_dispatch_backward, setup_context=_save_dispatch)
-_combine_op.register_autograd(_combine_backward, setup_context=_save_combine)
+def _send_back(
+    ctx: Any, grad_y: Tensor, grad_home: Tensor | None, layout: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A dispatch of gradients, for the inputs of a combine."""
+    inputs = grad_y, grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
+    if _watched(grad_y, grad_home, layout):
+        return _dispatch_op(*inputs, backward_order(ctx, grad_y))[:2]
+    buffer = find_buffer(ctx.buffer_id)
+    if grad_y.dtype not in buffer.two_way_dtypes:
+        rules.check_outbox(buffer, grad_y)
+    if not _needs_grad(grad_y, grad_home):
+        return buffer.verbs.dispatch(grad_y, grad_home, None, layout, num_rows=ctx.num_rows)[:2]
+    rules.check_dispatch_gradient(buffer, grad_y, grad_home)
+    return _apply_dispatch(*inputs)[:2]
+
+
+def _save_dispatch_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save_dispatch(ctx, inputs, output)
+    ctx.topk = inputs[1].shape[1] if ctx.with_weights else 0
+
+
+def _refuse_dispatch(x: Tensor, weights: Tensor | None, *others: Any) -> None:
+    if type(x) in _PLAIN:  # a FakeTensor may be of a graph for another Buffer of this id
+        rules.check_dispatch_gradient(find_buffer(others[-1]), x, weights)
+
+
+def _refuse_combine(
+    rows: Tensor, weights: Tensor | None, values: Tensor | None, *others: Any
+) -> None:
+    if type(rows) in _PLAIN:
+        rules.check_combine_gradient(find_buffer(others[-1]), rows, weights, values)
+
+
+_route_op = torch_ops.define(
+    "route",
+    "Tensor topk_idx, SymInt? max_rows, SymInt align, SymInt experts, SymInt layout_size, "
+    "SymInt buffer_id",
+    "(Tensor, Tensor, Tensor, Tensor)",
+    run=_run_route,
+    fake=_fake_route,
+)
+_rows_op = torch_ops.define_unordered(
+    "rows", "Tensor required_rows, SymInt buffer_id", "Tensor", run=_run_rows, fake=_fake_rows
+)
+_dispatch_op = torch_ops.define(
+    "dispatch",
+    "Tensor x, Tensor? weights, Tensor? scales, Tensor layout, SymInt num_tokens, "
+    "SymInt? num_rows, SymInt buffer_id",
+    "(Tensor, Tensor, Tensor)",
+    run=_run_dispatch,
+    fake=_fake_dispatch,
+    save=_save_dispatch_op,
+    backward=_dispatch_backward,
+    refuse=_refuse_dispatch,
+)
+_combine_op = torch_ops.define(
+    "combine",
+    "Tensor rows, Tensor? weights, Tensor? values, Tensor layout, SymInt num_tokens, "
+    "SymInt topk, SymInt buffer_id",
+    "(Tensor, Tensor)",
+    run=_run_combine,
+    fake=_fake_combine,
+    save=_save_combine,
+    backward=_combine_backward,
+    refuse=_refuse_combine,
+)
 
 
 class _Dispatch(torch.autograd.Function):

@@ -70,6 +70,12 @@ def pools() -> Iterator[dict[tuple[Target, int], Pool]]:
         pool.close()
 
 
+@pytest.fixture(scope="session")
+def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A fresh folder for the compile caches of torch, which do not notice changes of our code."""
+    return str(tmp_path_factory.mktemp("inductor"))
+
+
 @pytest.fixture
 def world(target: Target, pools: dict[tuple[Target, int], Pool]) -> Callable[[int], Pool]:
     """``world(n)``: n ranks on the folder's target, kept from test to test."""

@@ -97,7 +97,7 @@ def test_Megatron_4500_gradient_reaches_the_router(world, num_ranks):
 
 
 @pytest.mark.parametrize("bound", [None, "more"])
-@pytest.mark.parametrize("op", ["route", "dispatch", "combine"])
+@pytest.mark.parametrize("op", ["route", "rows", "dispatch", "combine"])
 def test_opcheck(alone, op, bound):
     case = replace(TINY, dtype=torch.float32, max_rows=bound)
     buffer = alone.buffer(**case.sizes())
@@ -109,20 +109,25 @@ def test_opcheck(alone, op, bound):
     layout = out.handle.layout
     rows = out.rows.detach().requires_grad_()
     row_weights = out.weights.detach().requires_grad_()
+    order = torch.zeros(1, dtype=torch.int64)
+    sizes = buffer.num_local_experts, buffer.layout_size
     arguments = {
-        "route": [(inputs.topk_idx, bound, 1, buffer.id)],
+        "route": [(inputs.topk_idx, bound, 1, *sizes, buffer.id)],
         "dispatch": [
             (x, weights, None, layout, len(x), bound, buffer.id),
             (x, None, None, layout, len(x), bound, buffer.id),
         ],
         "combine": [
-            (rows, row_weights, None, layout, len(x), buffer.id),
-            (rows, None, row_weights, layout, len(x), buffer.id),
-            (rows, None, None, layout, len(x), buffer.id),
+            (rows, row_weights, None, layout, len(x), 0, buffer.id),
+            (rows, None, row_weights, layout, len(x), buffer.topk, buffer.id),
+            (rows, None, None, layout, len(x), 0, buffer.id),
         ],
+        "rows": [(out.handle.required_rows.clone(), buffer.id)],
     }
     for args in arguments[op]:
         opcheck(getattr(torch.ops.hybrid_ep, op).default, args)
+        if op != "rows":
+            opcheck(getattr(torch.ops.hybrid_ep, op).ordered, (*args, order))
 
 
 def compiled_layer(buffer, bound, align=1):

@@ -196,8 +196,28 @@ def test_a_compiled_graph_holds_the_ops(alone):
     for got, wanted in zip(compiled(layer.x, layer.weights), want, strict=True):
         same_bytes(got.detach(), wanted.detach(), "compiled")
     (graph,) = graphs
-    called = [str(node.target) for node in graph.nodes if "hybrid_ep" in str(node.target)]
-    assert len(called) == len(FORWARD), called
+    assert names_in(graph) == FORWARD
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_holds_the_functional_ops(alone, strict):
+    """It may not write a tensor of the process; unused ops stay nevertheless."""
+    if strict and torch.__version__ < "2.7":
+        pytest.skip("torch 2.6 does not say that Dynamo traces for export")
+    layer = Layer(alone, replace(CASE, max_rows="more"))
+
+    class Module(torch.nn.Module):
+        def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+            hybrid_ep.dispatch(layer.buffer, x, layer.topk_idx, max_rows=64)
+            return layer(x, weights)[0]
+
+    arguments = layer.x.detach(), layer.weights.detach()
+    program = torch.export.export(Module(), arguments, strict=strict)
+    for exported in (program, program.run_decompositions()):
+        assert names_in(exported.graph) == ["route", "dispatch", *FORWARD]
+        targets = [node.target for node in exported.graph.nodes if node.op == "call_function"]
+        assert not any(str(target).endswith(".ordered") for target in targets)
+        same_bytes(exported.module()(*arguments), Module()(*arguments), "exported")
 
 
 def test_functorch_gets_ops_which_refuse(alone):
@@ -270,14 +290,19 @@ def test_each_rule_is_checked_once(alone):
 
 def test_an_op_checks_what_it_is_given(alone):
     layer = Layer(alone, CASE)
-    buffer = layer.buffer
+    buffer, ops = layer.buffer, torch.ops.hybrid_ep
+    sizes = buffer.num_local_experts, buffer.layout_size
     layout = hybrid_ep.dispatch(buffer, layer.x, layer.topk_idx).handle.layout
     with pytest.raises(ValueError, match="x must have as many tokens"):
-        torch.ops.hybrid_ep.dispatch(layer.x, None, None, layout, 1, None, buffer.id)
+        ops.dispatch(layer.x, None, None, layout, 1, None, buffer.id)
     with pytest.raises(ValueError, match="topk_idx must be int16"):
-        torch.ops.hybrid_ep.route(layer.topk_idx.float(), None, 1, buffer.id)
+        ops.route(layer.topk_idx.float(), None, 1, *sizes, buffer.id)
+    with pytest.raises(ValueError, match="experts must be that of the Buffer"):
+        ops.route(layer.topk_idx, None, 1, sizes[0] + 1, sizes[1], buffer.id)
     with pytest.raises(ValueError, match="combine sums"):
-        torch.ops.hybrid_ep.combine(layer.x.int(), None, None, layout, len(layer.x), buffer.id)
+        ops.combine(layer.x.int(), None, None, layout, len(layer.x), 0, buffer.id)
+    with pytest.raises(ValueError, match="layout_size must be that of the Buffer"):
+        ops.combine(layer.x, None, None, layout[1:], len(layer.x), 0, buffer.id)
 
 
 # ---- the gradient of a weighted combine

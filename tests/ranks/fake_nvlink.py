@@ -195,6 +195,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
         (nvshmem, "gpu_uuid", lambda device: "GPU-0"),  # where auto tries nvshmem
         (kernels, "num_sms", lambda device: 132),
         (hybrid_ep.buffer, "host_name", lambda: host),
+        (hybrid_ep.buffer, "prepare_order", lambda device: None),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "synchronize", lambda device: None),
     ):

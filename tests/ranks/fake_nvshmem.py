@@ -102,6 +102,7 @@ def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[N
             (hybrid_ep.round_trip, "verify_once", lambda buffer, hosts: None),  # no kernels here
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
             (torch.cuda, "synchronize", lambda device=None: None),
+            (hybrid_ep.buffer, "prepare_order", lambda device: None),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -144,9 +145,7 @@ def _policy(ctx, op, *args, **kwargs) -> CheckpointPolicy:
 
 
 def _selective(function, x: Tensor) -> Tensor:
-    def contexts():
-        return create_selective_checkpoint_contexts(_policy)
-
+    contexts = functools.partial(create_selective_checkpoint_contexts, _policy)
     return checkpoint(function, x, use_reentrant=False, context_fn=contexts)
 
 
