@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, float32, float64, is_grad_enabled
+from torch.compiler import is_compiling
 
 from hybrid_ep.handle import Handle
 from hybrid_ep.limits import (
@@ -106,12 +107,8 @@ def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
         raise ValueError(
             f"rows must have shape [M, hidden={buffer.hidden}], got {list(rows.shape)}"
         )
-    summed_bytes = rows.shape[0] * buffer.hidden * rows.element_size()
-    if summed_bytes > MAX_SUMMED_BYTES and buffer.backend != "torch":
-        raise ValueError(
-            f"rows must have at most {MAX_SUMMED_BYTES} bytes in all, got {summed_bytes}: combine "
-            "them in parts, each by a dispatch of its own"
-        )
+    if buffer.backend != "torch" and not is_compiling():  # M may be a symbol; the op looks again
+        _check_summed_bytes(rows)
     may_return = rows.dtype in buffer.two_way_dtypes
     if not may_return:
         check_inbox(buffer, rows)
@@ -119,6 +116,15 @@ def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
         _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
     if not may_return and is_grad_enabled():
         check_combine_gradient(buffer, rows, weights)
+
+
+def _check_summed_bytes(rows: Tensor) -> None:
+    summed_bytes = rows.shape[0] * rows.shape[1] * rows.element_size()
+    if summed_bytes > MAX_SUMMED_BYTES:
+        raise ValueError(
+            f"rows must have at most {MAX_SUMMED_BYTES} bytes in all, got {summed_bytes}: dispatch "
+            "and combine fewer tokens at a time"
+        )
 
 
 def two_way_dtypes(buffer: Buffer) -> tuple[torch.dtype, ...]:

@@ -7,7 +7,7 @@ from tests import faults
 from tests.faults import each_phase, two_or_three
 from tests.ranks import mistakes
 
-FIRST_CALL = 3  # after the route and the dispatch of the call before
+FIRST_CALL = 5  # after two routes and two dispatches
 PATIENT = {"config": Config(timeout_s=20)}
 IMPATIENT = {"config": Config(timeout_s=1)}
 
