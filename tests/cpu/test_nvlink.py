@@ -422,6 +422,42 @@ def test_a_gpu_with_less_shared_memory_than_a_block_needs(world):
         )
 
 
+BEYOND = {  # rules of the kernels alone; a tensor of one expanded value has any size
+    "scales_of_40000_bytes": (
+        lambda q: hybrid_ep.dispatch(
+            q.buffer,
+            q.inputs.x.to(torch.float8_e4m3fn),
+            q.inputs.topk_idx,
+            scales=torch.zeros(1, 40000, dtype=torch.uint8).expand(len(q.inputs.x), -1),
+        ),
+        "scales must have at most 16384 bytes per token, got 40000",
+    ),
+    "rows_of_more_than_64_GiB": (
+        lambda q: hybrid_ep.combine(
+            q.buffer,
+            torch.zeros(1, q.buffer.hidden, dtype=torch.bfloat16).expand(2**31, -1),
+            q.handle_of(2**31),
+        ),
+        "rows must have at most 68719476736 bytes in all, got 137438953472",
+    ),
+    "max_rows_beyond_int32": (
+        lambda q: q.dispatch(max_rows=2**31),
+        "max_rows must be at most 2147483647, got 2147483648",
+    ),
+    "padding_beyond_int32": (
+        lambda q: q.dispatch(align=2**29),
+        "align times the 4 experts of a rank must be at most 1073741823, got align=536870912",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, text", BEYOND.values(), ids=BEYOND)
+def test_sizes_beyond_the_kernels_arithmetic_are_refused(quiet, call, text):
+    with pytest.raises(ValueError, match=text):
+        call(quiet)
+    assert quiet.asked() == []
+
+
 def test_routes_are_numbered_on_after_a_restore_and_apart_in_another_buffer(world):
     before, restored, other = world(1).run(fake_nvlink.numbers_of_routes)[0]
     assert restored == before + 5

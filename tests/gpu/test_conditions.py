@@ -103,3 +103,10 @@ def test_ranks_that_destroy_one_after_the_other_lose_no_memory(fresh_world):
 @pytest.mark.parametrize("timeout_s", conditions.NEVER.values(), ids=conditions.NEVER)
 def test_a_deadline_of_never_is_never(world, timeout_s):
     assert world(2).run(conditions.late_beyond_any_deadline, timeout_s) == [""] * 2
+
+
+def test_a_fault_that_warps_of_a_block_see_at_different_times(fresh_world):
+    texts, _ = fresh_world(2).run(conditions.deadlines_that_pass_at_any_moment, 12)
+    assert len(texts) == 12
+    for text in texts:
+        assert text.startswith("PeerError: rank 0 waited for rank 1 in "), text

@@ -445,4 +445,28 @@ def late_beyond_any_deadline(me: Rank, timeout_s: float | None) -> str:
     return raised
 
 
+def deadlines_that_pass_at_any_moment(me: Rank, rounds: int) -> list[str]:
+    """Rank 0 calls, its peer does not: some warps see the fault early, some late, all must end."""
+    case = replace(CASE, tokens=(500,))
+    texts = []
+    for n in range(rounds):
+        config = Config(timeout_s=0.0005 * (n + 1), num_sms_dispatch=64, num_sms_combine=64)
+        patient = me.buffer(**case.sizes())
+        out = send(me, patient, case.inputs(me.rank))
+        buffer = me.buffer(**case.sizes(), config=config)
+        dist.barrier()
+        if me.rank == 0:
+            x = case.inputs(0).x.to(me.device)
+            call = (
+                lambda: hybrid_ep.dispatch(buffer, x, handle=out.handle),
+                lambda: send(me, buffer, case.inputs(0), max_rows=4096),
+                lambda: hybrid_ep.combine(buffer, out.rows, out.handle),
+            )[n % 3]
+            texts.append(what_it_raises(lambda: (call(), torch.cuda.synchronize(), buffer.check())))
+        dist.barrier()
+        buffer.destroy()
+        finish(me, patient)
+    return texts
+
+
 NEVER = {"inf": math.inf, "none": None, "3000_years": 1e11, "largest": 1.7e308}

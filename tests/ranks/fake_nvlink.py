@@ -6,7 +6,7 @@ import contextlib
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -239,6 +239,12 @@ class Quiet:
         topk_idx = None if handle else self.inputs.topk_idx
         x, weights = self.inputs.x, self.inputs.weights
         return hybrid_ep.dispatch(self.buffer, x, topk_idx, weights, handle=handle, **sizing)
+
+    def handle_of(self, num_rows: int) -> hybrid_ep.Handle:
+        """A handle of so many rows."""
+        handle = self.dispatch(max_rows=32).handle
+        self.asked()
+        return replace(handle, num_rows=num_rows)
 
     def given(self, struct: str) -> dict[str, int]:
         """What the last verb was given for a struct of csrc/verbs.h, by the names of its fields."""
