@@ -8,8 +8,9 @@ route and dispatch are one call.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, float32, int32
@@ -96,13 +97,16 @@ def raise_together(failures: list[str | None]) -> None:
 class KernelBackend:
     """The verbs, over whatever ``_runtime`` a backend makes; see the methods of ``Backend``."""
 
+    _alive: ClassVar[weakref.WeakSet[KernelBackend]] = weakref.WeakSet()  # of this process
     _runtime: Any = None
     _broken: str | None = None  # why no call can be made any more, if it is this rank's doing
     layout_size: int
 
     def _remember(self, buffer: Buffer) -> None:
         """What the verbs need to know, whatever runtime is under them."""
+        self._alive.add(self)
         self._rank = buffer.topology.rank
+        self._num_nodes = buffer.topology.num_nodes
         self._num_experts = buffer.num_experts
         self._num_local_experts = buffer.num_local_experts
         self._allocator = empty_on(buffer.device)
@@ -147,6 +151,11 @@ class KernelBackend:
         else:
             last = fault.seen >> 16
             reason = f"no signal within {self._timeout_s:g} s, its last was in call {last}"
+            if self._num_nodes > 1 and len(self._alive) > 1:
+                reason += (
+                    "; across nodes, calls of several Buffers at once must have the same order on "
+                    "all ranks"
+                )
         raise PeerError(
             rank=self._rank,
             peer=fault.peer,
