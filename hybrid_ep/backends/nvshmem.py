@@ -143,9 +143,16 @@ class Heap:
                 address = _nvshmem.allocate(num_bytes)
         except RuntimeError as error:
             failure = str(error)
-        raise_together(buffer.gather(failure))
+        failures = buffer.gather(failure)
+        number = len(self._sizes)
         self._sizes.append(num_bytes)
-        return len(self._sizes) - 1, address
+        try:
+            raise_together(failures)
+        except RuntimeError:
+            if failure is None:  # a peer has none, so nobody uses it
+                self.give_back(number, address)
+            raise
+        return number, address
 
     def give_back(self, number: int, address: int) -> None:
         """Not needed any more, here."""

@@ -180,6 +180,11 @@ def _raised(function: Callable[[], Any]) -> str:
     return ""
 
 
+def build(me: Rank, sizes: dict[str, Any]) -> str:
+    """What building a Buffer of these ranks raises."""
+    return _raised(lambda: me.buffer(**{**CASE.on(me.num_ranks).sizes(), **sizes}))
+
+
 def expert_out_of_range(me: Rank) -> str:
     """What a dispatch raises whose topk_idx, on the GPU, names an expert that does not exist."""
     call = Call(me)
