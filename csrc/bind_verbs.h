@@ -103,6 +103,7 @@ void bind_verbs(py::class_<R>& runtime) {
                  }
                  return events;
              })
+        .def_property_readonly("is_half_made", &R::is_half_made)
         .def_property_readonly("handle_words", &R::handle_words)
         .def_property_readonly("symmetric_bytes", &R::symmetric_bytes);
 }

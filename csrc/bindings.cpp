@@ -15,28 +15,21 @@ PYBIND11_MODULE(_nvlink, m) {
         .def(py::init([](int device, int rank, int num_ranks, int num_experts, int max_tokens,
                          int topk, int row_capacity, int inbox_row_bytes, int num_sms_publish,
                          int num_sms_dispatch, int num_sms_combine, int slice_bytes,
-                         double timeout_s, int64_t num_routes, bool trace) {
-                 return RuntimeConfig{device,
-                                      rank,
-                                      num_ranks,
-                                      num_experts,
-                                      max_tokens,
-                                      topk,
-                                      row_capacity,
-                                      inbox_row_bytes,
-                                      num_sms_publish,
-                                      num_sms_dispatch,
-                                      num_sms_combine,
-                                      slice_bytes,
-                                      timeout_s,
-                                      num_routes,
-                                      trace};
+                         double timeout_s, int64_t num_routes, int64_t layout_base, bool trace) {
+                 return RuntimeConfig{device,          rank,
+                                      num_ranks,       num_experts,
+                                      max_tokens,      topk,
+                                      row_capacity,    inbox_row_bytes,
+                                      num_sms_publish, num_sms_dispatch,
+                                      num_sms_combine, slice_bytes,
+                                      timeout_s,       num_routes,
+                                      layout_base,     trace};
              }),
              py::kw_only(), py::arg("device"), py::arg("rank"), py::arg("num_ranks"),
              py::arg("num_experts"), py::arg("max_tokens"), py::arg("topk"),
              py::arg("row_capacity"), py::arg("inbox_row_bytes"), py::arg("num_sms_publish"),
              py::arg("num_sms_dispatch"), py::arg("num_sms_combine"), py::arg("slice_bytes"),
-             py::arg("timeout_s"), py::arg("num_routes"), py::arg("trace"));
+             py::arg("timeout_s"), py::arg("num_routes"), py::arg("layout_base"), py::arg("trace"));
 
     bind_fault_report(m);
 

@@ -19,8 +19,9 @@ struct FaultReport {
 class CallState {
   public:
     // `timeout_s` may be infinite: then only the host can end a wait. `num_routes` have been made
-    // before, by a Buffer that was released: layouts of before are told apart from those to come.
-    CallState(double timeout_s, bool trace, int64_t num_routes);
+    // before, by a Buffer that was released: layouts of before are told apart from those to come,
+    // and by `layout_base` from those of other Buffers.
+    CallState(double timeout_s, bool trace, int64_t num_routes, int64_t layout_base);
     ~CallState() { destroy(); }
     CallState(const CallState&) = delete;
     CallState& operator=(const CallState&) = delete;
@@ -48,7 +49,7 @@ class CallState {
     std::vector<TraceEvent> take_trace();
 
   private:
-    void make(bool trace, int64_t num_routes);
+    void make(bool trace, int64_t num_routes, int64_t layout_base);
 
     static constexpr int kMailSlots = 256;
 

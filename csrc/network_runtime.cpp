@@ -23,7 +23,8 @@ NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::Netwo
                                ? 0
                                : std::clamp(config.num_sms_send, 1, config_.num_sms_dispatch - 1);
 
-    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace, config.num_routes);
+    calls_ = std::make_shared<CallState>(config.timeout_s, config.trace, config.num_routes,
+                                         config.layout_base);
     context_.relay = config.layout();
     require_at_most("bytes of symmetric memory", context_.relay.total_bytes, kMostTermBytes);
     context_.node = config.rank / config.ranks_per_node;
@@ -99,6 +100,7 @@ void NetworkRuntime::end_dispatch(const Received& received, uintptr_t stream) {
 void NetworkRuntime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    is_half_made_ = true;
     publish_early(stream);
 }
 
@@ -112,6 +114,8 @@ uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& 
                                        const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);  // which may refuse it
+    require_route(context_.relay.world, choices, layout);
+    is_half_made_ = true;
     const uint64_t ticket = route(choices, layout, true, stream);
     publish_early(stream);
     return ticket;
@@ -120,6 +124,7 @@ uint64_t NetworkRuntime::publish_fresh(const Choices& choices, const NewLayout& 
 void NetworkRuntime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     require_received(rows_.dispatch, received);
+    is_half_made_ = false;
     publish_rest(rows_.dispatch);
     end_dispatch(received, stream);
 }
@@ -157,7 +162,8 @@ void NetworkRuntime::combine(const Summed& summed, uintptr_t stream) {
 
 std::optional<int64_t> NetworkRuntime::required_rows(uint64_t ticket, uintptr_t stream,
                                                      bool (*is_interrupted)()) const {
-    return calls_->required_rows(ticket, to_stream(stream), is_interrupted);
+    const std::shared_ptr<CallState> calls = calls_;
+    return calls->required_rows(ticket, to_stream(stream), is_interrupted);
 }
 
 std::optional<FaultReport> NetworkRuntime::fault() const {

@@ -22,6 +22,7 @@ struct NetworkConfig {
     int num_sms_publish, num_sms_dispatch, num_sms_combine, num_sms_send, slice_bytes;
     double timeout_s;    // may be infinite
     int64_t num_routes;  // made before, by a Buffer that was released
+    int64_t layout_base;
     bool trace, uses_mapped;
 
     layout::RelayLayout layout() const {
@@ -52,6 +53,7 @@ class NetworkRuntime {
     uint64_t publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
                            uintptr_t stream);
     void pull(const Received& received, uintptr_t stream);
+    bool is_half_made() const { return is_half_made_; }
     void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
     void dispatch_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
                         const Received& received, uintptr_t stream);
@@ -76,7 +78,8 @@ class NetworkRuntime {
     kernels::NodeContext context_{};
     int routing_blocks_;
     kernels::RelayRowsParams rows_{};  // of the dispatch that has begun
-    std::unique_ptr<CallState> calls_;
+    bool is_half_made_ = false;
+    std::shared_ptr<CallState> calls_;  // also of who waits for mail while it is destroyed
 };
 
 }  // namespace hybrid_ep

@@ -15,7 +15,7 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
                           int max_tokens, int topk, int row_capacity, int inbox_row_bytes,
                           int chunk_tokens, int window, int num_sms_publish, int num_sms_dispatch,
                           int num_sms_combine, int num_sms_send, int slice_bytes, double timeout_s,
-                          int64_t num_routes, bool trace, bool uses_mapped) {
+                          int64_t num_routes, int64_t layout_base, bool trace, bool uses_mapped) {
     return {device,
             rank,
             num_nodes,
@@ -34,6 +34,7 @@ NetworkConfig make_config(int device, int rank, int num_nodes, int ranks_per_nod
             slice_bytes,
             timeout_s,
             num_routes,
+            layout_base,
             trace,
             uses_mapped};
 }
@@ -56,7 +57,8 @@ PYBIND11_MODULE(_nvshmem, m) {
              py::arg("inbox_row_bytes"), py::arg("chunk_tokens"), py::arg("window"),
              py::arg("num_sms_publish"), py::arg("num_sms_dispatch"), py::arg("num_sms_combine"),
              py::arg("num_sms_send"), py::arg("slice_bytes"), py::arg("timeout_s"),
-             py::arg("num_routes"), py::arg("trace"), py::arg("uses_mapped") = true)
+             py::arg("num_routes"), py::arg("layout_base"), py::arg("trace"),
+             py::arg("uses_mapped") = true)
         .def_property_readonly("symmetric_bytes",
                                [](const NetworkConfig& self) { return self.layout().total_bytes; })
         .def_property_readonly("handle_words", [](const NetworkConfig& self) {

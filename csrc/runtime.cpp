@@ -23,7 +23,8 @@ Runtime::Runtime(const RuntimeConfig& config) : config_(config) {
     config_.num_sms_combine = std::min(config.num_sms_combine, most);
 
     memory_ = std::make_unique<memory::PeerMemory>(config.rank, buffer_);
-    calls_ = std::make_unique<CallState>(config.timeout_s, config.trace, config.num_routes);
+    calls_ = std::make_shared<CallState>(config.timeout_s, config.trace, config.num_routes,
+                                         config.layout_base);
     engine_ = std::make_unique<CopyEngine>(config.device);
 }
 
@@ -121,6 +122,7 @@ void Runtime::publish_early(bool behind_routing, cudaStream_t stream) {
 void Runtime::publish(const Sent& sent, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);
+    is_half_made_ = true;
     publish_early(false, to_stream(stream));
 }
 
@@ -128,6 +130,8 @@ uint64_t Runtime::publish_fresh(const Choices& choices, const NewLayout& layout,
                                 uintptr_t stream) {
     DeviceGuard guard(config_.device);
     begin_dispatch(sent);  // which may refuse it
+    require_route(buffer_, choices, layout);
+    is_half_made_ = true;
     const uint64_t ticket = route(choices, layout, true, stream);
     publish_early(true, to_stream(stream));
     return ticket;
@@ -136,6 +140,7 @@ uint64_t Runtime::publish_fresh(const Choices& choices, const NewLayout& layout,
 void Runtime::pull(const Received& received, uintptr_t stream) {
     DeviceGuard guard(config_.device);
     require_received(dispatch_, received);
+    is_half_made_ = false;
     dispatch_.behind_routing = false;
     publish_rest(dispatch_);
     end_dispatch(received, to_stream(stream));
@@ -191,7 +196,8 @@ int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, 
 
 std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream,
                                               bool (*is_interrupted)()) const {
-    return calls_->required_rows(ticket, to_stream(stream), is_interrupted);
+    const std::shared_ptr<CallState> calls = calls_;
+    return calls->required_rows(ticket, to_stream(stream), is_interrupted);
 }
 
 std::optional<FaultReport> Runtime::fault() const {

@@ -32,6 +32,7 @@ struct RuntimeConfig {
     int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
     double timeout_s;    // may be infinite
     int64_t num_routes;  // made before, by a Buffer that was released
+    int64_t layout_base;
     bool trace;
 };
 
@@ -64,6 +65,8 @@ class Runtime {
     uint64_t publish_fresh(const Choices& choices, const NewLayout& layout, const Sent& sent,
                            uintptr_t stream);
     void pull(const Received& received, uintptr_t stream);
+    // `publish` or `publish_fresh` has begun, and `pull` has not.
+    bool is_half_made() const { return is_half_made_; }
     void dispatch(const Sent& sent, const Received& received, uintptr_t stream);
 
     // A fresh dispatch whose rows are bounded: route and dispatch.
@@ -103,10 +106,11 @@ class Runtime {
     layout::HandleLayout handle_;
     int routing_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;
-    std::unique_ptr<CallState> calls_;
+    std::shared_ptr<CallState> calls_;  // also of who waits for mail while it is destroyed
     std::unique_ptr<CopyEngine> engine_;
-    uint64_t num_dispatches_ = 0;         // as the GPU counts them, while no graph replays any
-    bool was_captured_ = false;           // a dispatch is part of a graph
+    uint64_t num_dispatches_ = 0;  // as the GPU counts them, while no graph replays any
+    bool was_captured_ = false;    // a dispatch is part of a graph
+    bool is_half_made_ = false;
     kernels::DispatchParams dispatch_{};  // of the call that is being made
 };
 

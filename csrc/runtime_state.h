@@ -43,13 +43,17 @@ constexpr uint32_t kCopiedSignature = 0;  // of the copy engine's flags
 struct DeviceState {
     static constexpr int kCopySteps = 16;
 
-    uint64_t epoch[3];          // calls finished, by phase; their sum is the number of verbs
-    uint64_t announcement[3];   // of the latest call of a phase
-    uint32_t blocks_started;    // of the call, as far as the order matters
-    uint32_t blocks_done;       // the four below and these two: zero between calls
-    uint32_t steps_taken;       // of the walk over the copies of the call (device/copy_walk.cuh)
-    uint32_t tokens_taken;      // of the sums at home
-    uint32_t parcels_taken[2];  // by the launch that publishes early, and by the one that pulls
+    uint64_t epoch[3];         // calls finished, by phase; their sum is the number of verbs
+    uint64_t announcement[3];  // of the latest call of a phase
+    uint64_t layout_base;      // plus the number of a route: the number of its layout
+    // Zero between calls; the last block of a kernel that closes a call zeroes the first four.
+    uint32_t blocks_started;  // of a combine, whose order matters
+    uint32_t blocks_done;
+    uint32_t steps_taken;   // of the walk over the copies of the call (device/copy_walk.cuh)
+    uint32_t tokens_taken;  // of the sums at home
+    // By the launch of a dispatch that publishes early, and by the one that pulls. Only the end of
+    // that one zeroes them: it takes parcels while the route before it ends.
+    uint32_t parcels_taken[2];
     uint32_t faulted;
     uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
 };

@@ -91,29 +91,22 @@ __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, 
     return true;
 }
 
-// Any single thread, until `peer` has announced the verb that I announced as `mine`. False: give
-// up.
-__device__ inline bool await_announced(const Watch& watch, Phase phase, int peer, uint64_t epoch,
-                                       uint64_t mine) {
+// Any single thread: what `peer` announces of the verb that I announced as `mine`. 0: give up.
+__device__ inline uint64_t await_announced(const Watch& watch, Phase phase, int peer,
+                                           uint64_t epoch, uint64_t mine) {
     constexpr int kChannel = 0;  // of announcements there is one
     uint64_t start = 0;
     for (uint32_t polls = 1;; ++polls) {
         const uint64_t theirs = announced_by(watch, peer, mine);
-        if (theirs == mine) return true;
-        if (theirs != 0 && layout::verb_of(theirs) == layout::verb_of(mine)) {
-            report_fault(watch, FaultKind::kOtherCall, phase, peer, kChannel, epoch, theirs, mine);
-            return false;
-        }
+        if (theirs != 0 && layout::verb_of(theirs) == layout::verb_of(mine)) return theirs;
         if (polls % 64 != 0) continue;
         const uint64_t now = ptx::global_timer_ns();
         if (start == 0) start = now;
-        if (has_fault(watch.state) || will_not_come(watch, phase, peer, kChannel, epoch)) {
-            return false;
-        }
+        if (has_fault(watch.state) || will_not_come(watch, phase, peer, kChannel, epoch)) return 0;
         if (now - start > watch.timeout_ns) {
             report_fault(watch, FaultKind::kTimeout, phase, peer, kChannel, epoch,
                          (epoch - 1) << 16);
-            return false;
+            return 0;
         }
     }
 }
@@ -186,7 +179,6 @@ __device__ inline bool is_last_block(DeviceState* state) {
         if (last) {
             state->blocks_started = state->blocks_done = 0;
             state->steps_taken = state->tokens_taken = 0;
-            state->parcels_taken[0] = state->parcels_taken[1] = 0;
             __threadfence();
         }
     }

@@ -113,7 +113,8 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
 __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& handle,
                            uint64_t epoch) {
     const uint64_t mine =
-        layout::announcement(uint32_t(handle.header[layout::HandleLayout::kRouteVerb]), epoch,
+        layout::announcement(uint32_t(handle.header[layout::HandleLayout::kRouteVerb]),
+                             uint32_t(handle.header[layout::HandleLayout::kRouteNumber]),
                              int(Phase::kRoute), p.context.buffer.topk);
     return __syncthreads_and(
         await_announcements(p.context, Phase::kRoute, epoch, mine, threadIdx.x, kThreads));

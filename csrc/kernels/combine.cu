@@ -166,8 +166,12 @@ class Walker {
     uint64_t epoch_;
 };
 
-__device__ uint64_t announcement_of(const CombineParams& p) {
-    return kernels::announcement_of(p.context, Phase::kCombine, p.summed.words, signature(p));
+// One warp of the first block, while the others look whether the inbox is free.
+__device__ void announce_call(const CombineParams& p, uint64_t& announcement) {
+    if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return;
+    const uint64_t mine = announcement_of(p.context, Phase::kCombine, p.summed.words, signature(p));
+    if (lane_id() == 0) announcement = mine;
+    announce(p.context, Phase::kCombine, mine, lane_id(), kWarp);
 }
 
 // Of the block that is the n-th to start, from 0.
@@ -194,16 +198,14 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     combine(const __grid_constant__ CombineParams p) {
     extern __shared__ __align__(128) char dynamic_smem[];
     __shared__ CombineSmem smem;
-    __shared__ int nth;  // to start, of the blocks
+    __shared__ int nth;                // to start, of the blocks
+    __shared__ uint64_t announcement;  // of the first block
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
     const uint64_t epoch = current_epoch(watch.state, Phase::kCombine);
     const Stopwatch waiting(p.context.trace);
-    if (__syncthreads_or(has_fault(watch.state))) return;
     if (threadIdx.x == 0) nth = int(atomicAdd(&watch.state->blocks_started, 1u));
-    if (blockIdx.x == 0) {
-        announce(p.context, Phase::kCombine, announcement_of(p), threadIdx.x, blockDim.x);
-    }
+    if (blockIdx.x == 0 && warp_id() == 1) announce_call(p, announcement);
     if (!wait_all_flags(p.context.mine(), b, Phase::kInboxFree, 1, epoch - 1,
                         epoch == 1 ? 0 : kFreeSignature, watch)) {
         return;
@@ -220,8 +222,8 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     if (smem.failed) return;
     // all ranks make this call, even those that nothing came from
     if (blockIdx.x == 0 &&
-        !__syncthreads_and(await_announcements(p.context, Phase::kCombine, epoch,
-                                               announcement_of(p), threadIdx.x, blockDim.x))) {
+        !__syncthreads_and(await_announcements(p.context, Phase::kCombine, epoch, announcement,
+                                               threadIdx.x, blockDim.x))) {
         return;
     }
     if (is_last_block(watch.state)) {

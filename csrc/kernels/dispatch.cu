@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
     if (!run_dispatch<OutboxWalker>(p, p, dynamic_smem, smem) || !p.pulls) return;
     if (is_last_block(p.context.watch.state) && threadIdx.x == 0) {
-        close_call(p.context.watch.state, Phase::kDispatch, epoch);
+        close_dispatch(p.context.watch, epoch);
     }
 }
 

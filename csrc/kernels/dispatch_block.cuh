@@ -55,6 +55,12 @@ __device__ inline void await_call(const DispatchParams& p, PullSmem& smem, uint6
     }
 }
 
+// One thread of the last block of the launch that pulls.
+__device__ inline void close_dispatch(const Watch& watch, uint64_t epoch) {
+    watch.state->parcels_taken[0] = watch.state->parcels_taken[1] = 0;
+    close_call(watch.state, Phase::kDispatch, epoch);
+}
+
 // ---- padding
 
 __device__ inline void sweep(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
@@ -79,7 +85,7 @@ __device__ inline void give_up(PullSmem& smem) {
 template <typename Walker, typename WalkerParams>
 __device__ __forceinline__ void play(int role, const DispatchParams& p, const WalkerParams& walked,
                                      const layout::HandleView& handle, const Slots& slots,
-                                     DispatchSmem& smem, uint64_t epoch) {
+                                     DispatchSmem& smem, uint64_t epoch, int parcel) {
     const bool announces = block_of(p) == 0 && role == kFirstSweeper;
     uint64_t announcement = 0;
     if (announces) {
@@ -92,7 +98,9 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     }
     if (role >= first_writer(p)) {
         const int writer = role - first_writer(p);
-        if (publishes(p)) write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch);
+        if (publishes(p)) {
+            write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch, parcel);
+        }
         return;
     }
 
@@ -126,6 +134,8 @@ __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const Walk
                                              char* dynamic_smem, DispatchSmem& smem) {
     const Slots slots(dynamic_smem, p.ring);
     const Watch& watch = p.context.watch;
+    int parcel = 0;  // of the first writer's first lane
+    if (threadIdx.x == first_writer(p) * kWarp && publishes(p)) parcel = ask_for_parcel(p);
     if (threadIdx.x == 0) {
         smem.pull.jobs.init(kJobs, kUsers);
         smem.pull.slots.init(slots.size(), kUsers);
@@ -136,7 +146,7 @@ __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const Walk
     if (smem.pull.failed) return false;
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
     const layout::HandleView handle(p.sent.words, p.context.handle);
-    play<Walker>(warp_id(), p, walked, handle, slots, smem, epoch);
+    play<Walker>(warp_id(), p, walked, handle, slots, smem, epoch, parcel);
     if (p.behind_routing) ptx::await_kernel_before();  // or the next could overtake that one
     __syncthreads();
     return !smem.pull.failed;

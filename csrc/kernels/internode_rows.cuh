@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
         return;
     }
     if (p.dispatch.pulls && is_last_block(watch.state) && threadIdx.x == 0) {
-        close_call(watch.state, Phase::kDispatch, call);
+        close_dispatch(watch, call);
     }
 }
 

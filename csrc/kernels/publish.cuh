@@ -133,14 +133,18 @@ __device__ inline void write_trailers(const DispatchParams& p, const layout::Han
     }
 }
 
+// One thread: the number of the next parcel.
+__device__ __forceinline__ int ask_for_parcel(const DispatchParams& p) {
+    return p.first_parcel +
+           int(atomicAdd(&p.context.watch.state->parcels_taken[p.pulls ? 1 : 0], 1u));
+}
+
 // The first of the writers takes parcels for all of them. It asks for the next one before this one
-// is written, since the counter answers after a microsecond.
+// is written, and for the first one before anything else: the counter answers after a microsecond.
 class ParcelTaker {
   public:
-    __device__ ParcelTaker(const DispatchParams& p, PublishSmem& smem, int writer)
-        : p_(p), smem_(smem), takes_(writer == 0 && lane_id() == 0) {
-        if (takes_) ask();
-    }
+    __device__ ParcelTaker(const DispatchParams& p, PublishSmem& smem, int writer, int first)
+        : p_(p), smem_(smem), takes_(writer == 0 && lane_id() == 0), next_(first) {}
 
     // The whole warp: which parcel the turn has, or kEnd.
     __device__ int take(const Turn& turn) {
@@ -148,7 +152,7 @@ class ParcelTaker {
             smem_.parcels.await_free(turn);
             smem_.parcel[turn.at] = next_ < p_.end_parcel ? next_ : PublishSmem::kEnd;
             ptx::mbarrier_arrive(&smem_.taken[turn.at]);
-            ask();
+            next_ = ask_for_parcel(p_);
         }
         ptx::mbarrier_wait(&smem_.taken[turn.at], turn.parity);
         __syncwarp();
@@ -156,21 +160,16 @@ class ParcelTaker {
     }
 
   private:
-    __device__ __forceinline__ void ask() {
-        next_ = p_.first_parcel +
-                int(atomicAdd(&p_.context.watch.state->parcels_taken[p_.pulls ? 1 : 0], 1u));
-    }
-
     const DispatchParams& p_;
     PublishSmem& smem_;
     bool takes_;
-    int next_ = 0;
+    int next_;
 };
 
 __device__ inline void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
-                                     PublishSmem& smem, int writer, int num_writers,
-                                     uint64_t epoch) {
-    ParcelTaker taker(p, smem, writer);
+                                     PublishSmem& smem, int writer, int num_writers, uint64_t epoch,
+                                     int first) {
+    ParcelTaker taker(p, smem, writer, first);
     for (Turn turn;; turn.advance(PublishSmem::kParcels)) {
         const int parcel = taker.take(turn);
         if (parcel == PublishSmem::kEnd) break;
@@ -225,8 +224,9 @@ __device__ inline void announce_parcels(const DispatchParams& p, PublishSmem& sm
         if (parcel(0) == PublishSmem::kEnd) break;
         smem.parcels.await_filled(turn);
         const bool good = copied.await(parcel(0));
-        int ready = smem.parcels.num_filled(announced, PublishSmem::kParcels);
-        while (good && parcel(ready - 1) >= copied.end_parcel()) --ready;
+        const int filled = smem.parcels.num_filled(announced, PublishSmem::kParcels);
+        int ready = 1;
+        while (ready < filled && (!good || parcel(ready) < copied.end_parcel())) ++ready;
         ptx::fence_system();
         for (int i = lane_id(); i < ready * peers; i += kWarp) {
             const int peer = i % peers, at = parcel(i / peers);

@@ -8,9 +8,10 @@
 
 namespace hybrid_ep::layout {
 
-// Of one rank to one peer: a word for each of four verbs in turn, since a rank is at most two verbs
-// ahead of a peer (a dispatch announces itself while the route before it still ends); then one that
-// says whether the rank has given up on this Buffer.
+// Of one rank to one peer: a word for each of four verbs in turn; then one that says whether the
+// rank has given up on this Buffer. Four, because a rank is at most three verbs ahead of a peer:
+// the peer's dispatch v+1 announces itself while its route v still ends; so the rank may end both,
+// make route v+2, and announce dispatch v+3.
 constexpr int kAnnouncedVerbs = 4, kGaveUpWord = kAnnouncedVerbs, kCallWords = kAnnouncedVerbs + 1;
 
 // From the top: the number of the verb among all verbs of the Buffer (24 bits), the number of the

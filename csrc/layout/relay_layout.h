@@ -151,7 +151,7 @@ struct RelayLayout {
     }
     // By a block of the rail peer's routing kernel.
     HYBRID_EP_HD int64_t route_flag(int node, int channel) const {
-        return rails_offset + (int64_t(node) * (kMaxChannels + 2) + channel) * 8;
+        return rails_offset + (int64_t(node) * (kMaxChannels + 1) + channel) * 8;
     }
     // Whom the rail peer waited for in vain, once it has given up.
     HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels); }

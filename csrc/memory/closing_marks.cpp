@@ -58,8 +58,10 @@ MarkSlot take_marks(int count) {
         if (i == blocks.size()) blocks.push_back(make_block(device));
         if (blocks[i].device == device && take_from(blocks[i], count, slot)) slot.block = int(i);
     }
-    check_cuda(cudaMemset(blocks[slot.block].base + slot.first, 0, count * sizeof(uint64_t)),
-               "closing marks");
+    const cudaError_t error =
+        cudaMemset(blocks[slot.block].base + slot.first, 0, count * sizeof(uint64_t));
+    if (error != cudaSuccess) blocks[slot.block].free.push_back(slot);
+    check_cuda(error, "closing marks");
     return slot;
 }
 

@@ -15,7 +15,7 @@ struct MarkSlot {
     int first = 0, count = 0;
 };
 
-// On the current device; the marks are zero.
+// On the current device; the marks become zero by work that is queued there.
 MarkSlot take_marks(int count);
 // No peer writes into them any more.
 void give_back_marks(MarkSlot& slot);

@@ -72,8 +72,8 @@ PeerMemory::PeerMemory(int rank, const layout::BufferLayout& layout)
     peers_.base[rank] = static_cast<char*>(mine);
     try {
         check_cuda(cudaMemset(mine, 0, bytes), "zeroing symmetric memory");
+        marks_ = take_marks(layout.num_ranks);
         check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
-        if (layout.num_ranks > 1) marks_ = take_marks(layout.num_ranks);
     } catch (...) {
         free_now();
         throw;

@@ -1,5 +1,6 @@
 #include "memory/process_identity.h"
 
+#include <dirent.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -37,6 +38,15 @@ Status status_of(int64_t number) {
     return status;
 }
 
+int num_threads_of(int64_t number) {
+    DIR* threads = opendir(("/proc/" + std::to_string(number) + "/task").c_str());
+    if (threads == nullptr) return 0;
+    int count = 0;
+    while (const dirent* entry = readdir(threads)) count += entry->d_name[0] != '.';
+    closedir(threads);
+    return count;
+}
+
 uint64_t my_namespace() {
     struct stat about{};
     return stat("/proc/self/ns/pid", &about) == 0 ? uint64_t(about.st_ino) : 0;
@@ -54,8 +64,10 @@ bool has_ended(const ProcessIdentity& process) {
     const Status status = status_of(process.number);
     if (!status.is_there) return status.is_known;
     if (!status.is_known) return false;
-    // a zombie has given back all that it held
-    return status.started != process.started || status.state == 'Z' || status.state == 'X';
+    if (status.started != process.started) return true;
+    // a zombie has given back all that it held, unless other threads outlive its first one
+    const bool is_zombie = status.state == 'Z' || status.state == 'X';
+    return is_zombie && num_threads_of(process.number) <= 1;
 }
 
 }  // namespace hybrid_ep::memory

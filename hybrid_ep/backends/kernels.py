@@ -8,6 +8,7 @@ route and dispatch are one call.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -73,9 +74,9 @@ def what_is_lacking(backend: str, buffer: Buffer, load: Callable[[], Any]) -> st
     return "; ".join(exceeded) or None
 
 
-def first_route(buffer: Buffer) -> int:
-    """What the routes of a Buffer are numbered from, so that layouts of two are told apart."""
-    return max(buffer.last_call, buffer.number % 64 << 16)
+def layout_base(number: int) -> int:
+    """What the layouts of a Buffer are numbered from, so that those of two are told apart."""
+    return number % 64 << 16
 
 
 def num_sms(device: torch.device) -> int:
@@ -107,6 +108,7 @@ class KernelBackend:
         self._alive.add(self)
         self._rank = buffer.topology.rank
         self._num_nodes = buffer.topology.num_nodes
+        self._number = buffer.number
         self._num_experts = buffer.num_experts
         self._num_local_experts = buffer.num_local_experts
         self._allocator = empty_on(buffer.device)
@@ -145,7 +147,7 @@ class KernelBackend:
                 f"{fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
             )
         if fault.kind == _OTHER_CALL:
-            reason = _difference(fault.seen, fault.mine)
+            reason = _difference(fault.seen, fault.mine, layout_base(self._number))
         elif fault.kind == _PEER_GAVE_UP:
             reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
         else:
@@ -250,23 +252,20 @@ class KernelBackend:
         With ``routing`` the layout is made first, in the same call. If the rank gets no memory for
         the rows, or is interrupted, it ends the call without rows: the peers need not know.
         """
-        is_published = False
         try:
             if routing is None:
                 self._launch(self._runtime.publish, sent.fields, stream)
-                is_published = True
                 num_rows = self._required_rows(layout, stream)
             else:
                 verb = self._runtime.publish_fresh
                 self._last_ticket = self._launch(verb, *routing, sent.fields, stream)
-                is_published = True
                 num_rows = self._await_mail(self._last_ticket, stream)
             moved, received = sent.make_rows(self._allocator(), num_rows)
-        except BaseException:
-            if is_published:
+            self._launch(self._runtime.pull, received, stream)
+        except BaseException:  # an interrupt may come anywhere, so the runtime is asked
+            if self._broken is None and self._runtime.is_half_made:
                 self._launch(self._runtime.pull, _NO_ROWS, stream)
             raise
-        self._launch(self._runtime.pull, received, stream)
         return moved
 
     def combine(
@@ -330,13 +329,15 @@ class KernelBackend:
             raise
 
     def _give_up(self, error: Exception) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # nothing has run
+        with contextlib.suppress(RuntimeError):  # CUDA answers nothing any more
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing has run
         self._broken = (
             f"an earlier call failed half way ({type(error).__name__}: {error}), so this Buffer "
             "cannot be used any more; destroy() it on every rank"
         )
-        self._runtime.give_up(give_up_reason(error))
+        with contextlib.suppress(RuntimeError):
+            self._runtime.give_up(give_up_reason(error))
 
     def _required_rows(self, layout: Tensor, stream: int) -> int:
         ticket = self._tickets.pop(layout.data_ptr(), None)
@@ -414,12 +415,12 @@ class _Sent:
         return (rows, row_weights, row_scales), received
 
 
-def _difference(theirs: int, mine: int) -> str:
+def _difference(theirs: int, mine: int, base: int) -> str:
     """In words, what two announcements of one verb say (csrc/layout/announcement.h)."""
     if mine == 0:  # a flag tells less
         return "the peer makes this call with other sizes or dtypes"
     phases = [_PHASES[word >> 16 & 3] for word in (theirs, mine)]
-    routes = [word >> 18 & _ROUTES for word in (theirs, mine)]
+    routes = [(word >> 18) - base & _ROUTES for word in (theirs, mine)]
     if phases[0] != phases[1]:
         return f"the peer makes another call: {phases[0]}, and here it is {phases[1]}"
     if routes[0] != routes[1]:

@@ -70,7 +70,8 @@ class NvlinkBackend(kernels.KernelBackend):
                     num_sms_combine=min(config.num_sms_combine, num_sms),
                     slice_bytes=config.slice_bytes,
                     timeout_s=config.timeout_s,
-                    num_routes=kernels.first_route(buffer),
+                    num_routes=buffer.last_call,
+                    layout_base=kernels.layout_base(buffer.number),
                     trace=config.trace,
                 )
             )

@@ -264,7 +264,8 @@ def network_config(buffer: Buffer, num_sms: int) -> object:
         num_sms_send=config.network_channels,
         slice_bytes=config.slice_bytes,
         timeout_s=config.timeout_s,
-        num_routes=kernels.first_route(buffer),
+        num_routes=buffer.last_call,
+        layout_base=kernels.layout_base(buffer.number),
         trace=config.trace,
         uses_mapped=USES_MAPPED,
     )

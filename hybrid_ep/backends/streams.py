@@ -11,6 +11,9 @@ import torch
 class StreamOrder:
     """The calls of a Buffer follow each other, also where the current stream changes.
 
+    Calls inside and outside of a CUDA graph that is being captured do not follow each other: a
+    graph has the place of its replay.
+
     Attributes:
         last: the stream of the last call, None before the first.
         are_several: whether calls have come on more than one stream.
@@ -21,6 +24,7 @@ class StreamOrder:
         self._read = _reader(device)
         self.last: torch.cuda.Stream | None = None
         self.are_several = False
+        self._last_of: dict[bool, torch.cuda.Stream] = {}  # by whether a graph is captured
         self._last_address = -1  # 0 is the default stream's
 
     def current(self) -> int:
@@ -31,14 +35,15 @@ class StreamOrder:
         return address
 
     def _follow(self, address: int) -> None:
-        stream, last = torch.cuda.current_stream(self._device), self.last
-        if last is not None:
-            self.are_several = True
-            # calls inside and outside of a CUDA graph that is being captured do not follow each
-            # other: a graph has the place of its replay
-            if _is_capturing(stream) == _is_capturing(last):
-                stream.wait_stream(last)
-        self.last, self._last_address = stream, address
+        stream = torch.cuda.current_stream(self._device)
+        self.are_several = self.last is not None
+        captures = _is_capturing(stream)
+        last = self._last_of.get(captures)
+        # of a capture that has ended, no event may be waited for in the next one
+        if last not in (None, stream) and _is_capturing(last) == captures:
+            stream.wait_stream(last)
+        self.last = self._last_of[captures] = stream
+        self._last_address = address
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

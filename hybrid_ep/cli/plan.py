@@ -246,6 +246,7 @@ def _memory(plan: Plan) -> Rows:
         "outbox": "tokens that others pull, 2 calls",
         "routing_inbox": "the peers' top-k, 2 calls",
         "inbox": "sums of other ranks that come home",
+        "calls": "which verb each rank makes",
         "sum_flags": "which of them have come",
         "value_inbox": "gradients of weights that come home",
         "relay_window": "tokens from rail peers, until my node has pulled them",
@@ -257,7 +258,7 @@ def _memory(plan: Plan) -> Rows:
         "push_free_flags": "and of the push window",
         "pushed_flags": "which sums my node's ranks have pushed",
         "summed_flags": "which sums of other nodes have come",
-        "rail_flags": "which calls the rail peers make",
+        "rail_flags": "whose routing has come, and whom rail peers waited for in vain",
     }
     backend = "nvshmem" if plan.num_nodes > 1 else "nvlink"
     return [

@@ -398,7 +398,8 @@ ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
 
 @pytest.mark.parametrize("theirs, mine, text", ANNOUNCEMENTS.values(), ids=ANNOUNCEMENTS)
 def test_announcements_that_differ_are_told_in_words(quiet, theirs, mine, text):
-    seen, mine = (v << 40 | r << 18 | p << 16 | s for v, r, p, s in (theirs, mine))
+    base = kernels.layout_base(quiet.buffer.number)
+    seen, mine = (v << 40 | r + base << 18 | p << 16 | s for v, r, p, s in (theirs, mine))
     quiet.fake.left_behind = SimpleNamespace(
         kind=2, phase=1, peer=0, channel=0, epoch=2, seen=seen, mine=mine
     )
@@ -458,10 +459,10 @@ def test_sizes_beyond_the_kernels_arithmetic_are_refused(quiet, call, text):
     assert quiet.asked() == []
 
 
-def test_routes_are_numbered_on_after_a_restore_and_apart_in_another_buffer(world):
-    before, restored, other = world(1).run(fake_nvlink.numbers_of_routes)[0]
-    assert restored == before + 5
-    assert other != before
+def test_layouts_are_numbered_on_after_a_restore_and_apart_in_another_buffer(world):
+    made, restored, other = world(1).run(fake_nvlink.numbers_of_layouts)[0]
+    assert (made[0], restored) == (0, (5, made[1]))
+    assert other[1] != made[1]
 
 
 def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):

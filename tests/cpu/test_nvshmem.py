@@ -56,6 +56,7 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
         slice_bytes=16384,
         timeout_s=1.0,
         num_routes=0,
+        layout_base=0,
         trace=False,
     )
     shape = {

@@ -61,6 +61,8 @@ class Fake:
     SHARED_MEMORY = 227 << 10
     shared = 227 << 10  # of a block, on this GPU
     routes = 0
+    is_half_made = False
+    interrupts = False
     config: SimpleNamespace | None = None
 
     def note(self, call: str) -> None:
@@ -110,20 +112,25 @@ class Fake:
 
     def publish(self, sent: Fields, stream: int) -> None:
         self.note("publish")
+        self.is_half_made = True
         self.given["Sent"] = sent
 
     def publish_fresh(self, choices: Fields, new_layout: Fields, sent: Fields, stream: int) -> int:
         self.note("publish_fresh")
+        self.is_half_made = True
         self.given = {"Choices": choices, "NewLayout": new_layout, "Sent": sent}
         return 1
 
     def required_rows(self, ticket: int, stream: int) -> int:
         self.note("required_rows")
+        if self.interrupts:
+            raise KeyboardInterrupt
         if self.while_waiting is not None:
             self.while_waiting()
         return self.num_rows
 
     def pull(self, received: Fields, stream: int) -> None:
+        self.is_half_made = False
         self.note("pull")
         self.given["Received"] = received
 
@@ -294,21 +301,21 @@ def build_on_a_gpu_with_shared_memory(me: Rank, num_bytes: int) -> str:
     return ""
 
 
-def numbers_of_routes(me: Rank) -> tuple[int, int, int]:
-    """Where routes count from: in a Buffer, after five of them and a restore, in the next one."""
+def numbers_of_layouts(me: Rank) -> list[tuple[int, int]]:
+    """Of a Buffer, after five routes and a restore, of the next: routes before, base of layouts."""
     fake = Fake()
     with gpu_with(fake):
         sizes = CASE.on(me.num_ranks).sizes()
         buffer = me.buffer(**sizes, device="cuda:0", backend="nvlink")
-        before = fake.config.num_routes
-        fake.routes = before + 5
+        seen = [(fake.config.num_routes, fake.config.layout_base)]
+        fake.routes = 5
         buffer.release()
         buffer.restore()
-        restored = fake.config.num_routes
+        seen.append((fake.config.num_routes, fake.config.layout_base))
         buffer.destroy()
         other = me.buffer(**sizes, device="cuda:0", backend="nvlink")
         other.destroy()
-    return before, restored, fake.config.num_routes
+    return [*seen, (fake.config.num_routes, fake.config.layout_base)]
 
 
 def release_and_restore(me: Rank) -> dict[str, Any]:
