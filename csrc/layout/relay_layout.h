@@ -21,9 +21,10 @@
 
 namespace hybrid_ep::layout {
 
-constexpr int kMaxChunkTokens = 32;  // of a slot: a lane per token
-constexpr int kMaxNodeRanks = 32;    // of a node among several: a bit per rank
-constexpr int kOwnWindows = 4;       // times as many slots for sums that stay in the node
+constexpr int kMaxChunkTokens = 32;           // of a slot: a lane per token
+constexpr int kMaxNodeRanks = 32;             // of a node among several: a bit per rank
+constexpr int kRailFlags = kMaxChannels + 1;  // of a rail peer: for each block, and its verdict
+constexpr int kOwnWindows = 4;                // times as many slots for sums that stay in the node
 
 // What a flag says of a slot. There is one for each reader of kReads, else one.
 enum class Slot : int {
@@ -89,7 +90,7 @@ struct RelayLayout {
         l.push_free_offset = region(int64_t(l.num_push_slots()) * 8);
         l.pushed_offset = region(int64_t(num_nodes) * max_tokens * ranks_per_node * 8);
         l.summed_offset = region(int64_t(num_nodes) * max_tokens * 8);
-        l.rails_offset = region(int64_t(num_nodes) * (kMaxChannels + 1) * 8);
+        l.rails_offset = region(int64_t(num_nodes) * kRailFlags * 8);
         l.total_bytes = end;
         return l;
     }
@@ -151,7 +152,7 @@ struct RelayLayout {
     }
     // By a block of the rail peer's routing kernel.
     HYBRID_EP_HD int64_t route_flag(int node, int channel) const {
-        return rails_offset + (int64_t(node) * (kMaxChannels + 1) + channel) * 8;
+        return rails_offset + (int64_t(node) * kRailFlags + channel) * 8;
     }
     // Whom the rail peer waited for in vain, once it has given up.
     HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels); }
