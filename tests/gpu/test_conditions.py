@@ -72,6 +72,11 @@ def test_two_buffers_of_100_sms_launched_in_opposite_order(world):
     world(2).run(conditions.buffers_in_opposite_order, 10)
 
 
+@pytest.mark.parametrize("num_sms", (4, 16, 32, 48))
+def test_tokens_published_while_the_routing_waits_for_a_late_peer(world, num_sms):
+    world(2).run(conditions.routing_that_ends_late, num_sms, 12)
+
+
 @pytest.mark.parametrize("where", ("Runtime", "open_peers"))
 def test_a_construction_that_fails_on_one_rank_loses_no_memory(fresh_world, where):
     for seen in fresh_world(2).run(conditions.constructions_that_fail, where, 4):

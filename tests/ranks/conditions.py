@@ -319,6 +319,34 @@ def buffers_in_opposite_order(me: Rank, rounds: int) -> None:
         finish(me, buffer)
 
 
+# ---- kernels that overlap
+
+
+def routing_that_ends_late(me: Rank, num_sms: int, rounds: int) -> None:
+    """The last rank comes late, so the others publish long before their routing ends.
+
+    On few SMs the copy engine publishes as well; each round has other tokens, so that rows of an
+    earlier one would show.
+    """
+    case = Case("late", num_ranks=me.num_ranks, tokens=(8192,), topk=2, hidden=2048)
+    config = Config(num_sms_dispatch=num_sms, timeout_s=30)
+    buffer = me.buffer(**case.sizes(), config=config)
+    x = torch.arange(8192, device=me.device).bfloat16().unsqueeze(1).expand(-1, 2048).contiguous()
+    topk_idx = case.inputs(me.rank).topk_idx.to(me.device)
+    bound = 8192 * me.num_ranks * 2
+    want = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=bound).rows[:, 0].clone()
+    for n in range(rounds):
+        torch.cuda.synchronize()
+        dist.barrier()
+        if me.rank == me.num_ranks - 1:
+            torch.cuda._sleep(1_000_000 * (n % 4))
+        sign = (-1) ** n
+        out = hybrid_ep.dispatch(buffer, x * sign, topk_idx, max_rows=bound)
+        same_bytes(out.rows[:, 0], want * sign, f"rows of round {n}")
+        same_bytes(out.rows[:, 2047], want * sign, f"ends of rows of round {n}")
+    finish(me, buffer)
+
+
 # ---- memory that is given back
 
 
