@@ -71,6 +71,10 @@ __device__ __forceinline__ void remember_announcement(const Watch& watch, Phase 
     *const_cast<volatile uint64_t*>(announcement_at(watch.state, phase)) = announcement;
 }
 
+// How often a wait looks at announcements: three loads, so not where a flag is about to come. About
+// a millisecond.
+constexpr uint32_t kPollsPerLook = 1024;
+
 // Whether `peer`, which somebody waits for in vain, has given up or makes another verb than mine.
 // Ranks that announce nothing to me never do.
 __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, int channel,
@@ -124,7 +128,9 @@ __device__ inline bool wait_flag(const uint64_t* flag, uint64_t epoch, uint32_t 
             uint64_t now = ptx::global_timer_ns();
             if (start == 0) start = now;
             if (has_fault(watch.state)) return false;
-            if (will_not_come(watch, phase, peer, channel, epoch)) return false;
+            if (polls % kPollsPerLook == 0 && will_not_come(watch, phase, peer, channel, epoch)) {
+                return false;
+            }
             if (now - start > watch.timeout_ns) {
                 report_fault(watch, FaultKind::kTimeout, phase, peer, channel, epoch, seen);
                 return false;

@@ -67,7 +67,10 @@ class Deadline {
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
-        if (will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) return false;
+        if (polls_ % kPollsPerLook == 0 &&
+            will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) {
+            return false;
+        }
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.patience);
         if (verdict == 0 && !too_late) return true;
