@@ -16,6 +16,7 @@ enum class FaultKind : uint64_t {
     kOtherCall = 2,
     kBadExpert = 3,
     kPeerGaveUp = 4,
+    kAwaitedInVain = 5,  // by another rank, which has told
 };
 
 // In mapped host memory. `kind` is written last.

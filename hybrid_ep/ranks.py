@@ -17,13 +17,12 @@ import torch.distributed as dist
 
 # what a peer raises for an exception of a rank: of the first of these types that it is of
 _TYPES = (ValueError, TypeError, OSError, MemoryError, RuntimeError, Exception)
-# attribute of an exception that needs no announcement: whether it came from a peer
-_KNOWN = "_hybrid_ep_from_a_peer"
+_OF_A_PEER = "_hybrid_ep_of_a_peer"  # attribute of an exception
 
 
 def is_of_a_peer(error: BaseException) -> bool:
     """Whether the exception repeats one that a peer raised."""
-    return getattr(error, _KNOWN, False)
+    return getattr(error, _OF_A_PEER, False)
 
 
 class _Failure(NamedTuple):
@@ -54,6 +53,9 @@ class Ranks:
         self._group = group
         self._rank = rank
         self._num_ranks = num_ranks
+        self._depth = 0  # of steps in steps
+        # that all ranks know of; only within a step, since one may be raised again in another
+        self._known: list[Exception] = []
 
     def gather(self, value: Any) -> list[Any]:
         """One Python object from each rank, in rank order; collective.
@@ -67,7 +69,8 @@ class Ranks:
         for rank, (_, failure) in enumerate(everybody):
             if failure is not None:
                 error = _TYPES[failure.type_index](f"rank {rank}: {failure.text}")
-                setattr(error, _KNOWN, True)
+                setattr(error, _OF_A_PEER, True)
+                self._known.append(error)
                 raise error
         return [value for value, _ in everybody]
 
@@ -82,20 +85,26 @@ class Ranks:
             Exception: what the step raised on this rank; else, if it raised on a peer, an
                 exception of the same kind that names the peer (as ``gather`` raises it).
         """
+        if self._depth == 0:
+            self._known.clear()
+        self._depth += 1
         try:
             yield
         except Exception as error:
-            if self._num_ranks > 1 and not hasattr(error, _KNOWN):
-                setattr(error, _KNOWN, False)
+            if self._num_ranks > 1 and not any(error is known for known in self._known):
+                self._known.append(error)
                 self._exchange((None, _Failure.of(error)))
             raise
-        self.gather(None)
+        else:
+            self.gather(None)
+        finally:
+            self._depth -= 1
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._num_ranks
         try:
             dist.all_gather_object(values, value, group=self._group)
         except Exception as error:  # the group itself failed: another exchange would only wait
-            setattr(error, _KNOWN, True)
+            self._known.append(error)
             raise
         return values

@@ -21,10 +21,12 @@ each_phase = pytest.mark.parametrize("phase", PHASES)
 two_or_three = pytest.mark.parametrize("num_ranks", [2, 3])
 
 
-def check_named(outcomes: list[Outcome], phase: str, told: Told) -> None:
-    """All but the last rank name it, and go on telling the same until the Buffer is gone."""
-    victim = len(outcomes) - 1
-    for rank, outcome in enumerate(outcomes[:victim]):
+def check_named(outcomes: list[Outcome], phase: str, told: Told, victim: int = -1) -> None:
+    """All other ranks name the victim, and go on telling the same until the Buffer is gone."""
+    victim %= len(outcomes)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
         assert outcome.error is None, outcome.error
         seen = outcome.value
         assert (seen["rank"], seen["peer"], seen["phase"]) == (rank, victim, phase), seen["error"]
@@ -35,10 +37,9 @@ def check_named(outcomes: list[Outcome], phase: str, told: Told) -> None:
         told(seen)
 
 
-def stays_away(pool: Pool, phase: str, sizes: Sizes, told: Told) -> None:
-    check_named(
-        pool.outcomes(mistakes.fault, PHASES[phase], mistakes.stay_away, sizes), phase, told
-    )
+def stays_away(pool: Pool, phase: str, sizes: Sizes, told: Told, victim: int = -1) -> None:
+    outcomes = pool.outcomes(mistakes.fault, PHASES[phase], mistakes.stay_away, sizes, victim)
+    check_named(outcomes, phase, told, victim)
     assert pool.close() == [0] * pool.num_ranks
 
 

@@ -76,7 +76,6 @@ __device__ __forceinline__ void remember_announcement(const Watch& watch, Phase 
 constexpr uint32_t kPollsPerLook = 1024;
 
 // Whether `peer`, which somebody waits for in vain, has given up or makes another verb than mine.
-// Ranks that announce nothing to me never do.
 __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, int channel,
                                      uint64_t epoch) {
     const uint64_t reason =
@@ -95,22 +94,33 @@ __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, 
     return true;
 }
 
-// Any single thread: what `peer` announces of the verb that I announced as `mine`. 0: give up.
-__device__ inline uint64_t await_announced(const Watch& watch, Phase phase, int peer,
-                                           uint64_t epoch, uint64_t mine) {
+// An announcement to be waited for.
+struct Awaited {
+    Phase phase;
+    uint64_t epoch, mine;  // what I announced
+    int source;
+    int through;  // the rank that passes it on, or the source itself
+    uint64_t timeout_ns;
+};
+
+// Any single thread: what the source announces of the verb. If the deadline passes, that is
+// reported and nothing_announced(); 0: somebody else has failed.
+__device__ inline uint64_t await_announced(const Watch& watch, const Awaited& a) {
     constexpr int kChannel = 0;  // of announcements there is one
     uint64_t start = 0;
     for (uint32_t polls = 1;; ++polls) {
-        const uint64_t theirs = announced_by(watch, peer, mine);
-        if (theirs != 0 && layout::verb_of(theirs) == layout::verb_of(mine)) return theirs;
+        const uint64_t theirs = announced_by(watch, a.source, a.mine);
+        if (theirs != 0 && layout::verb_of(theirs) == layout::verb_of(a.mine)) return theirs;
         if (polls % 64 != 0) continue;
         const uint64_t now = ptx::global_timer_ns();
         if (start == 0) start = now;
-        if (has_fault(watch.state) || will_not_come(watch, phase, peer, kChannel, epoch)) return 0;
-        if (now - start > watch.timeout_ns) {
-            report_fault(watch, FaultKind::kTimeout, phase, peer, kChannel, epoch,
-                         (epoch - 1) << 16);
+        if (has_fault(watch.state) || will_not_come(watch, a.phase, a.through, kChannel, a.epoch)) {
             return 0;
+        }
+        if (now - start > a.timeout_ns) {
+            report_fault(watch, FaultKind::kTimeout, a.phase, a.through, kChannel, a.epoch,
+                         (a.epoch - 1) << 16);
+            return layout::nothing_announced(a.mine);
         }
     }
 }

@@ -75,8 +75,8 @@ class Deadline {
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.patience);
         if (verdict == 0 && !too_late) return true;
         const int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
-        report_fault(watch, FaultKind::kTimeout, wait.phase, peer, wait.channel, wait.call,
-                     last_call(wait) << 16);
+        const FaultKind kind = verdict != 0 ? FaultKind::kAwaitedInVain : FaultKind::kTimeout;
+        report_fault(watch, kind, wait.phase, peer, wait.channel, wait.call, last_call(wait) << 16);
         return false;
     }
     __device__ void restart() { polls_ = 0, start_ = 0; }

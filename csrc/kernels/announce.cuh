@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/flag.cuh"
+#include "device/warp.cuh"
 #include "kernels/kernels.h"
 
 namespace hybrid_ep::kernels {
@@ -25,40 +26,73 @@ __device__ inline void announce(const Context& c, Phase phase, uint64_t announce
     }
 }
 
-// One thread: until `source` has announced the verb that I announced. False: another one, or give
-// up.
-__device__ inline bool await_announcement(const Context& c, Phase phase, uint64_t epoch,
-                                          uint64_t announcement, int source) {
-    const uint64_t theirs = await_announced(c.watch, phase, source, epoch, announcement);
-    const bool is_of_node = source >= c.first_peer && source < c.first_peer + c.num_peers;
-    if (theirs != 0 && !is_of_node && source % c.num_peers == c.local_rank()) {
-        for (int peer = 0; peer < c.num_peers; ++peer) {
-            if (peer == c.local_rank()) continue;
-            ptx::store_release(announced_in(c, peer, source, announcement), theirs);
-        }
+// One thread. False: another verb than mine, or give up.
+__device__ inline bool is_as_mine(const Context& c, const Awaited& a, uint64_t theirs) {
+    if (theirs == a.mine) return true;
+    if (theirs == layout::nothing_announced(a.mine)) {  // the first to find out has reported it
+        report_fault(c.watch, FaultKind::kTimeout, a.phase, a.source, 0, a.epoch,
+                     (a.epoch - 1) << 16);
+    } else if (theirs != 0) {
+        report_fault(c.watch, FaultKind::kOtherCall, a.phase, a.source, 0, a.epoch, theirs, a.mine);
     }
-    if (theirs == 0 || theirs == announcement) return theirs != 0;
-    report_fault(c.watch, FaultKind::kOtherCall, phase, source, 0, epoch, theirs, announcement);
     return false;
 }
 
-// The threads that announced: until all ranks make this verb too. False: give up. First those who
-// tell me themselves: the others' words come through ranks that do the same.
-__device__ inline bool await_announcements(const Context& c, Phase phase, uint64_t epoch,
-                                           uint64_t announcement, int first, int step) {
+// The threads that announced: until the ranks of my node and my rail peers make this verb too. What
+// rail peers announce is passed on to my node, also that one announces nothing. False: give up.
+__device__ inline bool await_peers(const Context& c, Phase phase, uint64_t epoch,
+                                   uint64_t announcement, int first, int step) {
     const int num_nodes = c.buffer.num_ranks / c.num_peers;
     bool good = true;
     for (int i = first; good && i < c.num_peers + num_nodes; i += step) {
         const int node = i - c.num_peers;
         const int source = node < 0 ? c.first_peer + i : node * c.num_peers + c.local_rank();
         if (node >= 0 && source == c.rank) continue;
-        good = await_announcement(c, phase, epoch, announcement, source);
-    }
-    if (num_nodes == 1 || c.num_peers == 1) return good;
-    for (int source = first; good && source < c.buffer.num_ranks; source += step) {
-        good = await_announcement(c, phase, epoch, announcement, source);
+        const Awaited a{phase, epoch, announcement, source, source, c.watch.timeout_ns};
+        const uint64_t theirs = await_announced(c.watch, a);
+        for (int peer = 0; node >= 0 && theirs != 0 && peer < c.num_peers; ++peer) {
+            if (peer == c.local_rank()) continue;
+            ptx::store_release(announced_in(c, peer, source, announcement), theirs);
+        }
+        good = is_as_mine(c, a, theirs);
     }
     return good;
+}
+
+// The same threads, once all of them have seen their peers: until all other ranks make this verb
+// too. A rank of my node passes their words on when it has them, so this waits half as long again
+// and names that rank.
+__device__ inline bool await_others(const Context& c, Phase phase, uint64_t epoch,
+                                    uint64_t announcement, int first, int step) {
+    bool good = true;
+    for (int source = first; good && source < c.buffer.num_ranks; source += step) {
+        const int through = c.first_peer + source % c.num_peers;
+        const Awaited a{phase, epoch, announcement, source, through, c.watch.timeout_ns / 2 * 3};
+        good = is_as_mine(c, a, await_announced(c.watch, a));
+    }
+    return good;
+}
+
+__device__ __forceinline__ bool has_others(const Context& c) {
+    return c.num_peers > 1 && c.num_peers < c.buffer.num_ranks;
+}
+
+// The whole warp, or the whole block: until all ranks make this verb too. False: give up.
+__device__ inline bool await_all_by_warp(const Context& c, Phase phase, uint64_t epoch,
+                                         uint64_t announcement) {
+    bool good = await_peers(c, phase, epoch, announcement, lane_id(), kWarp);
+    good = __all_sync(kAllLanes, good);
+    if (!good || !has_others(c)) return good;
+    good = await_others(c, phase, epoch, announcement, lane_id(), kWarp);
+    return __all_sync(kAllLanes, good);
+}
+__device__ inline bool await_all_by_block(const Context& c, Phase phase, uint64_t epoch,
+                                          uint64_t announcement) {
+    bool good = await_peers(c, phase, epoch, announcement, threadIdx.x, blockDim.x);
+    good = __syncthreads_and(good);
+    if (!good || !has_others(c)) return good;
+    good = await_others(c, phase, epoch, announcement, threadIdx.x, blockDim.x);
+    return __syncthreads_and(good);
 }
 
 // The announcement of a dispatch or combine, by the layout that it is given.

@@ -116,8 +116,7 @@ __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& 
         layout::announcement(uint32_t(handle.header[layout::HandleLayout::kRouteVerb]),
                              uint32_t(handle.header[layout::HandleLayout::kRouteNumber]),
                              int(Phase::kRoute), p.context.buffer.topk);
-    return __syncthreads_and(
-        await_announcements(p.context, Phase::kRoute, epoch, mine, threadIdx.x, kThreads));
+    return await_all_by_block(p.context, Phase::kRoute, epoch, mine);
 }
 
 // A thread per token of the chunk; all threads of the block call it.

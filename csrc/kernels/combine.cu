@@ -221,9 +221,7 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     __syncthreads();
     if (smem.failed) return;
     // all ranks make this call, even those that nothing came from
-    if (blockIdx.x == 0 &&
-        !__syncthreads_and(await_announcements(p.context, Phase::kCombine, epoch, announcement,
-                                               threadIdx.x, blockDim.x))) {
+    if (blockIdx.x == 0 && !await_all_by_block(p.context, Phase::kCombine, epoch, announcement)) {
         return;
     }
     if (is_last_block(watch.state)) {

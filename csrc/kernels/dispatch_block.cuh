@@ -50,9 +50,7 @@ __device__ inline uint64_t announcement_of(const DispatchParams& p) {
 // them still pulls the call before, and the next call may overwrite its half of my outbox.
 __device__ inline void await_call(const DispatchParams& p, PullSmem& smem, uint64_t epoch,
                                   uint64_t announcement) {
-    if (!await_announcements(p.context, Phase::kDispatch, epoch, announcement, lane_id(), kWarp)) {
-        smem.failed = true;
-    }
+    if (!await_all_by_warp(p.context, Phase::kDispatch, epoch, announcement)) smem.failed = true;
 }
 
 // One thread of the last block of the launch that pulls.
@@ -143,7 +141,10 @@ __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const Walk
         smem.pull.failed = has_fault(watch.state);
     }
     __syncthreads();
-    if (smem.pull.failed) return false;
+    if (smem.pull.failed) {
+        if (p.behind_routing) ptx::await_kernel_before();
+        return false;
+    }
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
     const layout::HandleView handle(p.sent.words, p.context.handle);
     play<Walker>(warp_id(), p, walked, handle, slots, smem, epoch, parcel);

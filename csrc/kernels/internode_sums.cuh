@@ -9,8 +9,9 @@
 // (combine_block.cuh): a role is what its walker lists, and whom its heralds tell.
 // `values`, one float per row, ride along unsummed: the gradients of the weights.
 //
-// All walkers take the chunks of tokens in order and all blocks are resident, so the first chunk
-// that is not home anywhere can always move on, whatever waits for slots behind it.
+// All walkers take the chunks of tokens in order, and all blocks that forward are resident with one
+// that pushes and one at home; so the first chunk that is not home anywhere can always move on,
+// whatever waits for slots behind it.
 #pragma once
 
 #include "kernels/announce.cuh"
@@ -70,12 +71,11 @@ __device__ void announce_call(const SumsCall& s, const Network& network) {
     if (warp_id() == 0) announce_to_rail(s.c, network, mine);
 }
 
-// And at its end: so do my node and my rail, even those that nothing came from.
+// And at its end: so do all ranks, even those that nothing came from.
 __device__ inline bool await_call(const SumsCall& s) {
     const uint64_t mine =
         announcement_of(s.c.world, Phase::kCombine, s.p.summed.words, s.record().signature());
-    return __syncthreads_and(
-        await_announcements(s.c.world, Phase::kCombine, s.call, mine, threadIdx.x, blockDim.x));
+    return await_all_by_block(s.c.world, Phase::kCombine, s.call, mine);
 }
 
 template <typename T, bool kWeighted, typename Network>

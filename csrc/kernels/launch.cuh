@@ -25,9 +25,9 @@ void allow_shared_memory(void (*kernel)(Params), int wanted) {
     check_cuda(cudaFuncGetAttributes(&attributes, function), "shared memory of a kernel");
     most -= int(attributes.sharedSizeBytes);
     if (wanted > most) {
-        throw std::invalid_argument("a kernel needs " + std::to_string(wanted) +
-                                    " bytes of dynamic shared memory, this GPU has " +
-                                    std::to_string(most) + " for a block");
+        throw std::runtime_error("a kernel needs " + std::to_string(wanted) +
+                                 " bytes of dynamic shared memory, this GPU has " +
+                                 std::to_string(most) + " for a block");
     }
     check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
                "shared memory of a kernel");

@@ -1,7 +1,8 @@
 // What a rank tells its peers when it begins a verb (route, dispatch or combine), in 64 bits.
 //
 // Verbs that belong together have the same announcement on every rank. Two that do not belong
-// together never have, whatever their sizes: so a pairing of other calls is a fault, never data.
+// together have others, whatever their sizes: so a pairing of other calls is a fault, never data.
+// (Of layouts whose routes are 4 million apart it could not tell; nobody keeps a handle that long.)
 #pragma once
 
 #include "layout/bytes.h"
@@ -22,5 +23,7 @@ HYBRID_EP_HD uint64_t announcement(uint64_t verb, uint64_t route, int phase, uin
            (signature & 0xFFFF);
 }
 HYBRID_EP_HD uint32_t verb_of(uint64_t announcement) { return uint32_t(announcement >> 40); }
+// What is passed on of a rank that has announced nothing within the deadline: a phase that is none.
+HYBRID_EP_HD uint64_t nothing_announced(uint64_t mine) { return mine | 3 << 16; }
 
 }  // namespace hybrid_ep::layout

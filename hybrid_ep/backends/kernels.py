@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
-_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP = 2, 3, 4  # FaultKind in csrc/runtime_state.h
+_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN = 2, 3, 4, 5  # FaultKind, csrc/runtime_state.h
 _DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 _NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, float32: 2}
@@ -150,6 +150,8 @@ class KernelBackend:
             reason = _difference(fault.seen, fault.mine, layout_base(self._number))
         elif fault.kind == _PEER_GAVE_UP:
             reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
+        elif fault.kind == _IN_VAIN:
+            reason = "no signal: another rank has given up waiting for it"
         else:
             last = fault.seen >> 16
             reason = f"no signal within {self._timeout_s:g} s, its last was in call {last}"
@@ -306,6 +308,8 @@ class KernelBackend:
 
     def _begin(self, layout: Tensor | None = None) -> int:
         """Raise what an earlier call left; order this call behind the last, whatever its stream."""
+        if self._broken is None and self._runtime.is_half_made:  # and nothing could end it
+            self._give_up(RuntimeError("an interrupt between the parts of an exact dispatch"))
         self.check()
         stream = self._streams.current()
         if layout is not None and self._streams.are_several:

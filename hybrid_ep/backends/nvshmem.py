@@ -190,7 +190,7 @@ class NvshmemBackend(kernels.KernelBackend):
         failure = None
         try:
             self._runtime = _nvshmem.NetworkRuntime(sizes)
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # too large for it
             failure = str(error)
         self._raise_together(buffer.gather(failure))
         number, address = _heap.take(buffer, self._runtime.symmetric_bytes)

@@ -25,25 +25,24 @@ class StreamOrder:
         self.last: torch.cuda.Stream | None = None
         self.are_several = False
         self._last_of: dict[bool, torch.cuda.Stream] = {}  # by whether a graph is captured
-        self._last_address = -1  # 0 is the default stream's
+        self._last_key = -1, False  # address, 0 is the default stream's; whether it captures
 
     def current(self) -> int:
         """Address of the current stream, which now waits for the stream of the last call."""
-        address = self._read()
-        if address != self._last_address:
-            self._follow(address)
+        address, captures = self._read(), torch.cuda.is_current_stream_capturing()
+        if (address, captures) != self._last_key:
+            self._follow(captures)
+            self._last_key = address, captures
         return address
 
-    def _follow(self, address: int) -> None:
+    def _follow(self, captures: bool) -> None:
         stream = torch.cuda.current_stream(self._device)
         self.are_several = self.last is not None
-        captures = _is_capturing(stream)
         last = self._last_of.get(captures)
         # of a capture that has ended, no event may be waited for in the next one
         if last not in (None, stream) and _is_capturing(last) == captures:
             stream.wait_stream(last)
         self.last = self._last_of[captures] = stream
-        self._last_address = address
 
 
 def _is_capturing(stream: torch.cuda.Stream) -> bool:

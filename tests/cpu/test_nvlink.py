@@ -286,6 +286,16 @@ def test_streams_inside_a_capture_follow_each_other_and_none_outside(quiet):
     assert outside.waited_for == []
 
 
+def test_a_stream_that_begins_to_capture_is_another_place(quiet):
+    stream, other = (fake_nvlink.FakeStream(n) for n in (1, 2))
+    quiet.streams.current = stream
+    quiet.dispatch(max_rows=32)
+    stream.is_capturing = other.is_capturing = True
+    for quiet.streams.current in (stream, other):
+        quiet.dispatch(max_rows=32)
+    assert (stream.waited_for, other.waited_for) == ([], [stream])
+
+
 def test_a_handle_on_another_stream_is_recorded_there(quiet):
     out = quiet.dispatch()
     hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
@@ -325,6 +335,14 @@ def test_an_exact_dispatch_that_gets_no_rows_is_ended_without_any(quiet, error):
     assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
     assert quiet.given("Received") == dict.fromkeys(("rows", "weights", "scales", "num_rows"), 0)
     quiet.dispatch(max_rows=32)
+
+
+def test_a_dispatch_that_stays_half_made_ends_the_buffer(quiet):
+    quiet.fake.is_half_made = True  # a second interrupt, while the first one was handled
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="an interrupt between the parts of an exact"):
+            quiet.dispatch(max_rows=32)
+    assert quiet.asked() == ["give_up 3"]
 
 
 @pytest.mark.parametrize("verb", ["publish_fresh", "pull", "dispatch_fresh", "combine"])

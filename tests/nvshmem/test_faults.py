@@ -38,6 +38,12 @@ def test_peer_dies(fresh_world, phase, shape):
     faults.dies(pool, phase, divided(shape), told_of("no signal"))
 
 
+@each_phase
+def test_a_peer_that_passes_words_on_stays_away(fresh_world, phase):
+    # rank 0 hears of rank 3 through rank 1, and yet names rank 1
+    faults.stays_away(fresh_world(4), phase, divided("2x2"), told_of("no signal"), victim=1)
+
+
 @pytest.mark.parametrize("phase", ("dispatch", "combine"))
 def test_peer_dies_while_others_wait_for_others(fresh_world, phase):
     # of one token, so that nearly everybody waits for somebody who waits

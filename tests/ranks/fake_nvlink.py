@@ -219,7 +219,11 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
             (nvlink, "unavailable_reason", lambda buffer: None),
             (streams, "_reader", fake_streams.reader),
             (torch.cuda, "current_stream", lambda device: fake_streams.current),
-            (torch.cuda, "is_current_stream_capturing", lambda: False),
+            (
+                torch.cuda,
+                "is_current_stream_capturing",
+                lambda: fake_streams.current.is_capturing,
+            ),
             (streams, "_is_capturing", lambda stream: stream.is_capturing),
             (
                 torch.Tensor,

@@ -114,15 +114,16 @@ def release_many_times(me: Rank, case: Case, rounds: int) -> list[int]:
     return held
 
 
-def release_after_a_failure(me: Rank, case: Case) -> str:
-    """Rank 0 keeps a failure that the others know nothing of."""
+def release_after_a_failure(me: Rank, case: Case) -> list[str]:
+    """Rank 0 keeps a failure that the others know nothing of; each release tells them."""
     buffer = me.buffer(**case.sizes())
     if me.rank == 0:
         facts = {"rank": 0, "peer": 1, "phase": "combine", "call": 7}
         buffer.verbs._exchange.failure = hybrid_ep.PeerError(reason="made up", **facts)
-    text = what_it_raises(buffer.release)
+    texts = [what_it_raises(buffer.release) for _ in range(3)]
+    assert buffer.gather(me.rank) == list(range(me.num_ranks)), "ranks are out of step"
     buffer.destroy()
-    return text
+    return texts
 
 
 class LargestTensor(TorchDispatchMode):

@@ -144,8 +144,9 @@ def fault(
     theirs: Callable[[Call], None],
     last: Callable[[Call], None],
     sizes: dict[str, Any],
+    victim: int = -1,
 ) -> dict[str, Any]:
-    """The last rank calls ``last``, the others ``theirs``; how that ended here."""
+    """Rank ``victim`` calls ``last``, the others ``theirs``; how that ended here."""
     call = Call(me)
     call.buffer.destroy()
     call.buffer = me.buffer(**{**CASE.sizes(), **sizes})
@@ -154,7 +155,7 @@ def fault(
     call.handle = call.sent.handle
     if me.device.type == "cuda":  # or a rank that is killed owes its peers what came before
         torch.cuda.synchronize()
-    function = last if me.rank == me.num_ranks - 1 else theirs
+    function = last if me.rank == victim % me.num_ranks else theirs
     try:
         function(call)
         if me.device.type == "cuda":  # there the host need not have waited for the call
