@@ -171,6 +171,19 @@ def interrupted_while_it_waits_for_the_size(me: Rank) -> dict[str, Any]:
     return {"raised": raised, "waited": waited, "values": values}
 
 
+class Refusing:
+    """A runtime one of whose launches CUDA refuses; a Mock would make up its properties."""
+
+    def __init__(self, runtime: Any, verb: str) -> None:
+        self._runtime, self._verb = runtime, verb
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse if name == self._verb else getattr(self._runtime, name)
+
+    def _refuse(self, *arguments: Any) -> None:
+        raise RuntimeError("kernel launch: out of memory")
+
+
 def a_launch_fails(me: Rank, verb: str) -> dict[str, Any]:
     """CUDA refuses a launch of the last rank: what all ranks are told, now and afterwards."""
     buffer = me.buffer(**CASE.sizes(), config=Config(timeout_s=30))
@@ -191,9 +204,8 @@ def a_launch_fails(me: Rank, verb: str) -> dict[str, Any]:
 
     start = time.monotonic()
     if me.rank == me.num_ranks - 1:
-        runtime = mock.Mock(wraps=buffer._backend._runtime)
-        getattr(runtime, verb).side_effect = RuntimeError("kernel launch: out of memory")
-        with mock.patch.object(buffer._backend, "_runtime", runtime):
+        refusing = Refusing(buffer._backend._runtime, verb)
+        with mock.patch.object(buffer._backend, "_runtime", refusing):
             raised = what_it_raises(call)
     else:
         raised = what_it_raises(call)
