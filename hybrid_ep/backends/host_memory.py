@@ -17,7 +17,6 @@ from torch import Tensor
 from hybrid_ep.backends.messages import Exchange
 from hybrid_ep.topology import Topology
 
-
 _HUGE_BYTES = 4 << 20  # from here on a block holds at least one huge page
 _MADV_HUGEPAGE = 14  # of Linux
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -58,7 +57,8 @@ class HostOutbox:
 
     def __init__(self, mapped: mmap, topology: Topology, max_tokens: int, token_bytes: int) -> None:
         self.token_bytes = token_bytes
-        self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
+        with torch.inference_mode(False):  # later calls in any mode write to it
+            self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
         self._topology = topology
         self._max_tokens = max_tokens
 
@@ -99,13 +99,14 @@ def map_together(exchange: Exchange, num_bytes: int, phase: str, call: int) -> m
     try:
         if rank == 0:
             made, ticket = _make_memory(num_bytes)
-        ticket = torch.tensor(ticket)
+        ticket = torch.tensor(ticket, dtype=torch.int64, device="cpu")
         sends = [[ticket] if rank == 0 else [] for _ in range(ranks)]
         recvs = [[ticket] if peer == 0 else [] for peer in range(ranks)]
         exchange(sends, recvs, phase=phase, call=call)
 
         mapped = _map_ticket(*ticket.tolist(), num_bytes)
-        told = torch.full((ranks, 1), int(mapped is not None), dtype=torch.int64)
+        mine = int(mapped is not None)
+        told = torch.full((ranks, 1), mine, dtype=torch.int64, device="cpu")
         heard = told.clone()
         exchange([[row] for row in told], [[row] for row in heard], phase=phase, call=call)
         agreed = bool(heard.all())

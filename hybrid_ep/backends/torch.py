@@ -362,14 +362,15 @@ class TorchBackend:
         nodes = self._topology.num_nodes
         if nodes == 1:
             return sum_in_order(inbox, parts.home_copies)
-        ends = torch.tensor(parts.send_counts, device=self._device).cumsum(0)
+        ends = torch.tensor(parts.send_counts, dtype=torch.int64, device=self._device).cumsum(0)
         peer = torch.bucketize(parts.home_copies.clamp(min=0), ends, right=True)
         node = torch.where(parts.home_copies >= 0, peer // self._topology.ranks_per_node, -1)
         sums = [
             sum_in_order(inbox, torch.where(node == n, parts.home_copies, -1)) for n in range(nodes)
         ]
         tokens = parts.num_tokens
-        sum_of_node = torch.arange(nodes * tokens, device=self._device).view(nodes, tokens).t()
+        number = torch.arange(nodes * tokens, dtype=torch.int64, device=self._device)
+        sum_of_node = number.view(nodes, tokens).t()
         touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
         index = torch.where(touched, sum_of_node, -1)
         return sum_in_order(torch.cat(sums), index)
