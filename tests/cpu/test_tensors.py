@@ -168,3 +168,13 @@ def test_a_handle_of_compiled_inference_is_replayed_in_training(alone):
     hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights).sum().backward()
     same_bytes(x.grad, want.grad, "gradient of x")
     buffer.destroy()
+
+
+@SIZES
+@GRADIENTS
+@pytest.mark.parametrize("change", tensors.CHANGES)
+def test_results_of_the_ops_are_changed_in_place(alone, case, change, needs_grad):
+    with torch.profiler.profile():  # it watches ops, so the verbs are made as ops
+        pairs = tensors.change_in_place(alone, case.on(1), change, needs_grad)
+    for number, (in_place, in_copies) in enumerate(pairs):
+        same_bytes(in_place, in_copies, f"result {number}")
