@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import limits, nvlink_sizes
+from hybrid_ep import limits, nvlink_sizes, scaling_tables
 from hybrid_ep.cli import plan as command
 from hybrid_ep.config import Config
 from hybrid_ep.network_window import Window
@@ -678,3 +678,8 @@ def test_tables_have_numbers_of_nodes_of_their_own() -> None:
         run_tables("--tokens", "1", "--experts", "8")
     with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1, got 0"):
         run_tables("--scaling", "--ranks-per-node", "0")
+
+
+def test_the_simulation_sweeps_sizes_that_config_takes() -> None:
+    for tokens in scaling_tables.CHUNK_SWEEP:
+        assert Config(network_chunk_tokens=tokens).network_chunk_tokens == tokens
