@@ -64,6 +64,8 @@ class Config:
     num_sms_publish: int = 32
     num_sms_dispatch: int = 32
     num_sms_combine: int = 32
+    # 8 x 4 x 8 records of 14 kB are 7 times what 50 GB/s carry in 10 us. Chunks are small so that
+    # each stage soon hands on what the next one needs.
     network_channels: int = 8
     network_chunk_tokens: int = 8
     network_window_chunks: int = 4

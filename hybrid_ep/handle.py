@@ -15,7 +15,8 @@ class Handle:
 
     A handle owns its tensors, and nobody sets its attributes again. Any number may be alive, in any
     order of use; one may be used again for the backward passes and for a second forward. Dropping
-    it never waits.
+    it never waits. Its tensors are ordinary ones, which autograd may save, also where dispatch was
+    called under ``torch.inference_mode()``, so a layer in training may replay it.
 
     Attributes:
         layout: int32 ``[buffer.layout_size]``; the backend's own record, opaque to everybody else.
@@ -47,6 +48,13 @@ class Handle:
             return torch.zeros_like(self.required_rows, dtype=torch.bool)
         return self.required_rows > self.max_rows
 
+    def outside_inference_mode(self) -> Handle:
+        """The same handle with ordinary tensors in the same memory, which autograd may save."""
+        with torch.inference_mode(False):
+            tensors = (self.layout, self.counts, self.offsets, self._required_rows)
+            sizes = self.num_tokens, self.num_rows, self.max_rows
+            return Handle(*map(_in_the_same_memory, tensors), *sizes)
+
 
 class Dispatched(NamedTuple):
     """The expert-grouped rows of this rank.
@@ -68,3 +76,10 @@ class Dispatched(NamedTuple):
     counts: Tensor
     offsets: Tensor
     handle: Handle
+
+
+def _in_the_same_memory(tensor: Tensor) -> Tensor:
+    """As a tensor of its own: no view, with a version of its own."""
+    place = tensor.storage_offset(), tensor.shape, tensor.stride()
+    made = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return made.set_(tensor.untyped_storage(), *place)

@@ -50,7 +50,7 @@ class Router(nn.Module):
         topk: K.
         renormalise: make the K weights of a token sum to 1.
         seed: of the weight, which is equal on all ranks.
-        device: of the weight.
+        device: of the weight, which is float32; None: torch's default device.
     """
 
     def __init__(
@@ -64,9 +64,16 @@ class Router(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.topk, self.renormalise = topk, renormalise
-        weight = torch.randn(num_experts, hidden, generator=_generator(seed, -1))
-        self.weight = nn.Parameter((weight * 0.02).to(device))
+        self.topk, self.renormalise, self.seed = topk, renormalise, seed
+        weight = torch.empty(num_experts, hidden, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(weight)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the weight from the seed; nothing is drawn on the meta device."""
+        if not self.weight.is_meta:
+            self.weight.copy_(_draw(self.weight.shape, _generator(self.seed, -1)) * 0.02)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Choose the experts.
@@ -106,7 +113,7 @@ class GroupedExperts(nn.Module):
         first_expert: index of the first of them among all experts.
         seed: with the expert's index it determines the expert's weights.
         dtype: of the weights ``w1, w3 [E_local, H, F]`` and ``w2 [E_local, F, H]``.
-        device: of the weights.
+        device: of the weights; None: torch's default device.
     """
 
     def __init__(
@@ -121,19 +128,26 @@ class GroupedExperts(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        drawn: dict[str, list[Tensor]] = {"w1": [], "w3": [], "w2": []}
-        shapes = {
-            "w1": (hidden, ffn_hidden),
-            "w3": (hidden, ffn_hidden),
-            "w2": (ffn_hidden, hidden),
-        }
-        for expert in range(first_expert, first_expert + num_local_experts):
-            generator = _generator(seed, expert)
-            for name, shape in shapes.items():
-                drawn[name].append(torch.randn(shape, generator=generator) * shape[0] ** -0.5)
-        self.w1, self.w3, self.w2 = (
-            nn.Parameter(torch.stack(drawn[name]).to(device, dtype)) for name in ("w1", "w3", "w2")
-        )
+        self.first_expert, self.seed = first_expert, seed
+
+        def weights(inner: int, outer: int) -> nn.Parameter:
+            shape = (num_local_experts, inner, outer)
+            return nn.Parameter(torch.empty(shape, dtype=dtype, device=device))
+
+        self.w1, self.w3 = weights(hidden, ffn_hidden), weights(hidden, ffn_hidden)
+        self.w2 = weights(ffn_hidden, hidden)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights from the seed; nothing is drawn on the meta device."""
+        if self.w1.is_meta:
+            return
+        for expert in range(self.w1.shape[0]):
+            generator = _generator(self.seed, self.first_expert + expert)
+            for weight in (self.w1, self.w3, self.w2):
+                drawn = _draw(weight.shape[1:], generator)
+                weight[expert].copy_(drawn * drawn.shape[0] ** -0.5)
 
     def forward(self, rows: Tensor, offsets: Tensor) -> Tensor:
         """Apply each expert to its group of rows.
@@ -165,6 +179,9 @@ class MoELayer(nn.Module):
             says so. None: exact, nothing is dropped.
         seed: give every layer another one.
         dtype: of the experts' weights.
+        device: of the weights. None: the meta device where it is torch's default device, else the
+            Buffer's, as the layer runs on no other. For weights on the meta device call
+            ``to_empty(device=...)`` and then ``reset_parameters()``, or load a checkpoint.
     """
 
     def __init__(
@@ -176,8 +193,12 @@ class MoELayer(nn.Module):
         max_rows: int | None = None,
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
+        if device is None:
+            is_deferred = torch.empty(0).is_meta
+            device = torch.device("meta") if is_deferred else buffer.device
         self.buffer, self.max_rows = buffer, max_rows
         self.router = Router(
             buffer.hidden,
@@ -185,7 +206,7 @@ class MoELayer(nn.Module):
             buffer.topk,
             renormalise=renormalise,
             seed=seed,
-            device=buffer.device,
+            device=device,
         )
         self.experts = GroupedExperts(
             buffer.num_local_experts,
@@ -194,8 +215,13 @@ class MoELayer(nn.Module):
             first_expert=buffer.topology.rank * buffer.num_local_experts,
             seed=seed,
             dtype=dtype,
-            device=buffer.device,
+            device=device,
         )
+
+    def reset_parameters(self) -> None:
+        """Draw the router and the experts from the seed, as they were when the layer was built."""
+        self.router.reset_parameters()
+        self.experts.reset_parameters()
 
     def forward(self, x: Tensor) -> MoEOutput:
         """Collective: all ranks call it, each with its own tokens (none is fine).
@@ -319,4 +345,9 @@ _loop_mm.register_autograd(_loop_mm_backward, setup_context=_save_loop_mm)
 
 def _generator(seed: int, expert: int) -> torch.Generator:
     """Of one expert (-1: of the router), on the CPU so that every device draws alike."""
-    return torch.Generator().manual_seed(seed * 1_000_003 + expert + 1)
+    return torch.Generator("cpu").manual_seed(seed * 1_000_003 + expert + 1)
+
+
+def _draw(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Float32 of the normal distribution, on the CPU; the defaults of torch do not matter."""
+    return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")

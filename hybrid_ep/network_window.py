@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH, check_counts
-
-# Config's defaults. 8 x 4 x 8 records of 14 kB are 7 times what 50 GB/s carry in 10 us. Chunks are
-# small so that each stage soon hands on what the next one needs.
-NETWORK_CHANNELS = 8
-NETWORK_CHUNK_TOKENS = 8
-NETWORK_WINDOW_CHUNKS = 4
+from hybrid_ep.config import Config
+from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH
 
 
 @dataclass(frozen=True)
@@ -38,20 +33,12 @@ class Window:
     queue_depth: int
 
 
-def network_window(
-    *,
-    num_nodes: int,
-    channels: int,
-    chunk_tokens: int,
-    window_chunks: int,
-) -> Window:
+def network_window(config: Config, *, num_nodes: int) -> Window:
     """The windows of a rank of several nodes.
 
     Args:
+        config: says how many channels there are, and how many chunks of how many tokens.
         num_nodes: nodes, each with one rail peer.
-        channels: queue pairs to each rail peer.
-        chunk_tokens: tokens that share a signal and a credit.
-        window_chunks: chunks under way in a channel.
 
     Returns:
         Window: its sizes; the number of tokens of a call is not among what they depend on.
@@ -59,13 +46,14 @@ def network_window(
     Raises:
         ValueError: the queues would be deeper than a network card has them.
     """
-    check_counts(channels=channels, chunk_tokens=chunk_tokens, window_chunks=window_chunks)
+    channels, chunk_tokens = config.network_channels, config.network_chunk_tokens
+    window_chunks = config.network_window_chunks
     entries = 2 * window_chunks * chunk_tokens
     if entries > MAX_QUEUE_DEPTH:
         raise ValueError(
-            f"2 * window_chunks * chunk_tokens must be at most {MAX_QUEUE_DEPTH}, the deepest "
-            f"queue of NVSHMEM's IBGDA, got {entries} (window_chunks={window_chunks}, "
-            f"chunk_tokens={chunk_tokens})"
+            f"2 * network_window_chunks * network_chunk_tokens must be at most {MAX_QUEUE_DEPTH}, "
+            f"the deepest queue of NVSHMEM's IBGDA, got {entries} (network_window_chunks="
+            f"{window_chunks}, network_chunk_tokens={chunk_tokens})"
         )
     rail_peers = num_nodes - 1
     return Window(

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -81,10 +82,12 @@ def dispatch(
         )
         num_rows = rows.shape[0]
         handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
+        handle = _for_autograd(handle)
     else:
         if max_rows is not None or align != 1:
             raise ValueError("a replayed layout has its max_rows and align, pass neither")
         rules.check_handle(buffer, handle)
+        handle = _for_autograd(handle)
         num_tokens = handle.num_tokens
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
         rows, weights, row_scales = torch_verbs.dispatch(
@@ -129,7 +132,19 @@ def combine(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
     rules.check_combine(buffer, rows, weights)
+    handle = _for_autograd(handle)
     return torch_verbs.combine(buffer, rows, weights, handle.layout, handle.num_tokens)
+
+
+def _for_autograd(handle: Handle) -> Handle:
+    """The handle, with tensors that autograd may save: those of inference mode it may not.
+
+    A graph compiled under inference mode hands out such tensors, and Dynamo traces no question
+    about them, so a handle is looked at where it is made and where it is used.
+    """
+    if is_compiling() or not handle.layout.is_inference():
+        return handle
+    return handle.outside_inference_mode()
 
 
 # ---- recomputation

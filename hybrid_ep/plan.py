@@ -14,13 +14,7 @@ from typing import Any
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
 from hybrid_ep.limits import ROW_ALIGN, beyond, check_counts, round_up
-from hybrid_ep.network_window import (
-    NETWORK_CHANNELS,
-    NETWORK_CHUNK_TOKENS,
-    NETWORK_WINDOW_CHUNKS,
-    Window,
-    network_window,
-)
+from hybrid_ep.network_window import Window, network_window
 from hybrid_ep.nvlink_sizes import (
     handle_bytes,
     record_bytes,
@@ -163,9 +157,7 @@ def make_plan(
     network_gbs: float = NETWORK_GBS,
     num_sms: int = Config.num_sms_dispatch,
     node_limit: int | None = None,
-    channels: int = NETWORK_CHANNELS,
-    chunk_tokens: int = NETWORK_CHUNK_TOKENS,
-    window_chunks: int = NETWORK_WINDOW_CHUNKS,
+    config: Config | None = None,
 ) -> Plan:
     """Compute the plan of one rank.
 
@@ -183,9 +175,7 @@ def make_plan(
         network_gbs: GB/s of a rank's network card and direction.
         num_sms: SMs that a phase runs on.
         node_limit: a token's experts lie on at most this many nodes (DeepSeek-V3: 4); None: any.
-        channels: queue pairs to each rail peer.
-        chunk_tokens: tokens that go over the network with one signal and one credit.
-        window_chunks: chunks of a channel under way to a rail peer.
+        config: of the Buffer; only its settings of the network are looked at. None: the defaults.
 
     Returns:
         Plan: in bytes, rows and microseconds.
@@ -193,6 +183,7 @@ def make_plan(
     Raises:
         ValueError: a value breaks a rule; the text has both.
     """
+    config = Config() if config is None else config
     ranks_per_node = num_ranks if ranks_per_node is None else ranks_per_node
     check_counts(
         num_ranks=num_ranks,
@@ -274,8 +265,8 @@ def make_plan(
             topk=topk,
             itemsize=itemsize,
             scale_bytes=scale_bytes,
-            chunk_tokens=chunk_tokens,
-            window=channels * window_chunks,
+            chunk_tokens=config.network_chunk_tokens,
+            window=config.network_channels * config.network_window_chunks,
         ),
         handle_bytes=_handle_bytes(
             num_nodes,
@@ -306,14 +297,7 @@ def make_plan(
             row_bytes=hidden * itemsize,
             scale_bytes=scale_bytes,
         ),
-        window=None
-        if num_nodes == 1
-        else network_window(
-            num_nodes=num_nodes,
-            channels=channels,
-            chunk_tokens=chunk_tokens,
-            window_chunks=window_chunks,
-        ),
+        window=None if num_nodes == 1 else network_window(config, num_nodes=num_nodes),
     )
 
 

@@ -66,8 +66,10 @@ def _exchange(buffer: Buffer, peers: range) -> list[str]:
 
     me, num_ranks = buffer.topology.rank, buffer.topology.num_ranks
     sent = torch.stack([_pattern(buffer, me, peer) for peer in peers])
-    topk_idx = torch.full((len(peers), buffer.topk), -1, device=buffer.device)
-    topk_idx[:, 0] = torch.tensor(peers, device=buffer.device) * buffer.num_local_experts
+    shape = (len(peers), buffer.topk)
+    topk_idx = torch.full(shape, -1, dtype=torch.int64, device=buffer.device)
+    first_experts = [peer * buffer.num_local_experts for peer in peers]
+    topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=buffer.device)
     with torch.no_grad():
         out = dispatch(buffer, sent, topk_idx)
         home = combine(buffer, out.rows.to(_summed(buffer)), out.handle)
@@ -86,7 +88,7 @@ def _exchange(buffer: Buffer, peers: range) -> list[str]:
 def _pattern(buffer: Buffer, source: int, peer: int) -> Tensor:
     """``[hidden]``: what ``source`` sends to ``peer``; other pairs differ in every element."""
     dtype = buffer.dtype if buffer.dtype in _SUMMED else torch.uint8
-    elements = torch.arange(buffer.hidden, device=buffer.device)
+    elements = torch.arange(buffer.hidden, dtype=torch.int64, device=buffer.device)
     return ((elements + 31 * source + 7 * peer) % _PATTERNS).to(dtype)
 
 

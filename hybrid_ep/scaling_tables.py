@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from hybrid_ep.limits import MAX_CHUNK_TOKENS
 from hybrid_ep.scaling import (
     SIMULATED_NODES,
     ScalingRow,
@@ -20,7 +21,7 @@ from hybrid_ep.tables import in_bytes, print_table
 Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
 
 STATUS = "No network was there to measure nvshmem on: this is a model that awaits comparison."
-CHUNK_SWEEP = (8, 32, 128, 512)  # tokens, on the fewest nodes, where the two sides are closest
+CHUNK_SWEEP = (2, 8, MAX_CHUNK_TOKENS)  # tokens, on the fewest nodes, where the sides are closest
 
 
 @dataclass(frozen=True)

@@ -332,12 +332,7 @@ def _world_ranks(buffer: Buffer) -> list[int]:
 def _set_environment(buffer: Buffer, heap_bytes: int) -> None:
     """Tell NVSHMEM what the user has not told it, before it starts."""
     config = buffer.config
-    window = network_window(
-        num_nodes=buffer.topology.num_nodes,
-        channels=config.network_channels,
-        chunk_tokens=config.network_chunk_tokens,
-        window_chunks=config.network_window_chunks,
-    )
+    window = network_window(config, num_nodes=buffer.topology.num_nodes)
     given = {**nccl_files(os.environ), **os.environ}
     os.environ.update(
         network_environment(

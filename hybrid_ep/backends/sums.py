@@ -5,14 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.host_memory import HostMemory
+from hybrid_ep.backends.host_memory import empty
 
 _SUM_BLOCK = 1 << 18  # fp32 values that are summed at a time on the CPU: 1 MB
 
 
-def sum_in_order(
-    memory: HostMemory, rows: Tensor, index: Tensor, weights: Tensor | None = None
-) -> Tensor:
+def sum_in_order(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
     """``[N, H]``: sum over j, in order, of ``weights[n, j] * rows[index[n, j]]``; -1 is none.
 
     Added in fp32 beginning with the first term, then rounded to the dtype of rows; zero where there
@@ -27,7 +25,7 @@ def sum_in_order(
     terms = index[order].gather(1, to_left).long()
     factors = None if weights is None else weights[order].gather(1, to_left).unsqueeze(2)
 
-    sums = memory.empty((index.shape[0], rows.shape[1]), rows).index_fill_(0, without, 0.0)
+    sums = empty((index.shape[0], rows.shape[1]), rows).index_fill_(0, without, 0.0)
     block = max(16, _SUM_BLOCK // rows.shape[1]) if rows.device.type == "cpu" else len(order)
     for begin in range(0, len(order), max(1, block)):
         here = slice(begin, begin + block)

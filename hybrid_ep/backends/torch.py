@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.backends import Route
-from hybrid_ep.backends.host_memory import HostMemory, HostOutbox, as_words, map_together
+from hybrid_ep.backends.host_memory import HostOutbox, as_words, empty, map_together
 from hybrid_ep.backends.messages import Exchange, tag_of
 from hybrid_ep.backends.sums import gather_or_zero, sum_in_order
 from hybrid_ep.backends.torch_layout import (
@@ -99,7 +99,6 @@ class TorchBackend:
         )
         self._turn = Turn()
         self._carrier = carrier + (" through host memory" if self._exchange.staged else "")
-        self._memory = HostMemory()
         self._outbox: HostOutbox | None = None
         self._may_share = device.type == "cpu" and topology.num_ranks > 1
 
@@ -113,7 +112,6 @@ class TorchBackend:
 
     def destroy(self) -> None:
         self._outbox = None
-        self._memory = HostMemory()
         self._exchange.drop()
 
     def reclaim(self) -> None:
@@ -264,14 +262,15 @@ class TorchBackend:
         self._exchange.settle()
 
         def move(source: Tensor, like: Tensor) -> Tensor:
-            words = self._memory.empty((num_rows, source.shape[1]), source)
+            moved = empty((num_rows, like.shape[1]), like)
+            words = moved.view(source.dtype)
             if source.shape[0] == 0:
                 words.zero_()
             else:
                 torch.index_select(source, 0, source_of_row, out=words)
                 if padding is not None:
                     words.index_fill_(0, padding, 0)
-            return words.view(like.dtype).view(num_rows, like.shape[1])
+            return moved
 
         rows = move(published[0], x)
         moved_scales = None if scales is None else move(published[1], scales)
@@ -345,7 +344,7 @@ class TorchBackend:
         sizes = (row_bytes, _number_of(rows.dtype), int(values is not None))
         self._agree("combine", self._fields("combine", sizes, parts))
         place_weights = None if weights is None else gather_or_zero(weights, parts.copy_rows)
-        partial = sum_in_order(self._memory, rows, parts.copy_rows, place_weights)
+        partial = sum_in_order(rows, parts.copy_rows, place_weights)
         inbox = self._return_copies(partial, parts)
         if values is None:
             self._exchange.settle()
@@ -362,23 +361,23 @@ class TorchBackend:
         """Over the ranks of a node in rank order, then over the nodes; rounded after each."""
         nodes = self._topology.num_nodes
         if nodes == 1:
-            return sum_in_order(self._memory, inbox, parts.home_copies)
-        ends = torch.tensor(parts.send_counts, device=self._device).cumsum(0)
+            return sum_in_order(inbox, parts.home_copies)
+        ends = torch.tensor(parts.send_counts, dtype=torch.int64, device=self._device).cumsum(0)
         peer = torch.bucketize(parts.home_copies.clamp(min=0), ends, right=True)
         node = torch.where(parts.home_copies >= 0, peer // self._topology.ranks_per_node, -1)
         sums = [
-            sum_in_order(self._memory, inbox, torch.where(node == n, parts.home_copies, -1))
-            for n in range(nodes)
+            sum_in_order(inbox, torch.where(node == n, parts.home_copies, -1)) for n in range(nodes)
         ]
         tokens = parts.num_tokens
-        sum_of_node = torch.arange(nodes * tokens, device=self._device).view(nodes, tokens).t()
+        number = torch.arange(nodes * tokens, dtype=torch.int64, device=self._device)
+        sum_of_node = number.view(nodes, tokens).t()
         touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
         index = torch.where(touched, sum_of_node, -1)
-        return sum_in_order(self._memory, torch.cat(sums), index)
+        return sum_in_order(torch.cat(sums), index)
 
     def _return_copies(self, received: Tensor, parts: Layout) -> Tensor:
         """Send each copy's result back; what comes home is ordered as ``send_tokens``."""
-        home = self._memory.empty((sum(parts.send_counts), received.shape[1]), received)
+        home = empty((sum(parts.send_counts), received.shape[1]), received)
         sends = list(received.split(parts.recv_counts))
         recvs = list(home.split(parts.send_counts))
         recvs[self._topology.rank].copy_(sends[self._topology.rank])

@@ -81,7 +81,8 @@ def list_home_copies(present: Tensor, peer: Tensor, token: Tensor, fanout: int) 
     """``[T, fanout]``: which copies a token has, in rank order; -1 where there are fewer."""
     slot = present.long().cumsum(1) - 1
     home = torch.full((present.shape[0], fanout), -1, dtype=torch.long, device=present.device)
-    home[token, slot[token, peer]] = torch.arange(token.numel(), device=present.device)
+    number = torch.arange(token.numel(), dtype=torch.long, device=present.device)
+    home[token, slot[token, peer]] = number
     return home
 
 

@@ -22,7 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep import network_window, pipeline_model, scaling_tables
+from hybrid_ep import pipeline_model, scaling_tables
 from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
 from hybrid_ep.network_window import Window
@@ -67,24 +67,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes.add_argument("--scale-bytes", type=int, help="bytes of scales per token (default: 0)")
     sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
     sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
-    window = parser.add_argument_group("windows of the network, for several nodes")
+    window = parser.add_argument_group("settings of Config, for several nodes")
     window.add_argument(
         "--channels",
         type=int,
-        default=network_window.NETWORK_CHANNELS,
-        help="queue pairs to each rail peer",
+        default=Config.network_channels,
+        help="network_channels: queue pairs to each rail peer",
     )
     window.add_argument(
         "--chunk",
         type=int,
-        default=network_window.NETWORK_CHUNK_TOKENS,
-        help="tokens sent with one signal",
+        default=Config.network_chunk_tokens,
+        help="network_chunk_tokens: tokens sent with one signal",
     )
     window.add_argument(
         "--window",
         type=int,
-        default=network_window.NETWORK_WINDOW_CHUNKS,
-        help="chunks under way at once",
+        default=Config.network_window_chunks,
+        help="network_window_chunks: chunks under way at once",
     )
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
@@ -136,9 +136,16 @@ def _one_plan(args: argparse.Namespace) -> Plan:
         network_gbs=args.network_gbs,
         num_sms=args.sms,
         node_limit=args.node_limit,
-        channels=args.channels,
-        chunk_tokens=args.chunk,
-        window_chunks=args.window,
+        config=_config(args),
+    )
+
+
+def _config(args: argparse.Namespace) -> Config:
+    """The settings meant; ValueError where no Buffer would take them."""
+    return Config(
+        network_channels=args.channels,
+        network_chunk_tokens=args.chunk,
+        network_window_chunks=args.window,
     )
 
 
@@ -148,15 +155,15 @@ def _several_nodes(args: argparse.Namespace) -> int:
             "--ranks must be left out with --scaling and --simulate, which have numbers of nodes "
             f"of their own, got {args.ranks}"
         )
-    pairs = _pairs(args)
+    pairs, config = _pairs(args), _config(args)
     tables = {}
     if args.scaling:
         tables["scaling"] = scaling_tables.Scaling.of(pairs)
     if args.simulate:
         tables["simulation"] = scaling_tables.Simulation.of(
             pairs,
-            chunk_tokens=args.chunk,
-            credits=args.channels * args.window,
+            chunk_tokens=config.network_chunk_tokens,
+            credits=config.network_channels * config.network_window_chunks,
             network_latency_us=args.network_latency_us,
             nvlink_latency_us=args.nvlink_latency_us,
         )

@@ -155,3 +155,30 @@ def test_any_leading_shape() -> None:
     layer = MoELayer(make_buffer(), FFN_HIDDEN)
     x = batch_of(2)[0].view(4, 16, HIDDEN)
     assert torch.equal(layer(x).y.view(64, HIDDEN), layer(x.view(64, HIDDEN)).y)
+
+
+def test_on_the_meta_device_weights_are_made_later() -> None:
+    """As for torch's own modules: to_empty() gives them memory, reset_parameters() fills it."""
+    buffer = make_buffer()
+    wanted = MoELayer(buffer, FFN_HIDDEN, seed=3)
+    with torch.device("meta"):
+        layer = MoELayer(buffer, FFN_HIDDEN, seed=3)
+    assert all(weight.is_meta for weight in layer.parameters())
+    layer.to_empty(device="cpu")
+    layer.reset_parameters()
+    assert layer.state_dict().keys() == wanted.state_dict().keys()
+    for name, weight in wanted.state_dict().items():
+        assert torch.equal(layer.state_dict()[name], weight), name
+    assert layer(batch_of(0)[0]).y.device.type == "cpu"
+    buffer.destroy()
+
+
+def test_weights_are_on_the_device_and_of_the_dtype_asked_for() -> None:
+    buffer = make_buffer()
+    with torch.device("meta"):
+        assert GroupedExperts(2, 8, 4).w1.is_meta and Router(8, 4, 2).weight.is_meta
+        here = MoELayer(buffer, FFN_HIDDEN, device="cpu", dtype=torch.bfloat16)
+    assert {weight.device.type for weight in here.parameters()} == {"cpu"}
+    assert here.router.weight.dtype == torch.float32
+    assert {weight.dtype for weight in here.experts.parameters()} == {torch.bfloat16}
+    buffer.destroy()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import limits, nvlink_sizes
+from hybrid_ep import limits, nvlink_sizes, scaling_tables
 from hybrid_ep.cli import plan as command
+from hybrid_ep.config import Config
 from hybrid_ep.network_window import Window
 from hybrid_ep.nvlink_sizes import handle_bytes, symmetric_regions
 from hybrid_ep.plan import Plan, make_plan
@@ -25,6 +26,7 @@ EP64 = {
     "topk": 8,
     "dtype": "bf16",
 }
+SIZES = "--ranks 16 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 64 --topk 8"
 
 
 def small(**changes: object) -> Plan:
@@ -372,6 +374,14 @@ def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:
 TWO_NODES = {"num_ranks": 16, "ranks_per_node": 8, "hidden": 7168, "num_experts": 256, "topk": 8}
 
 
+def network(channels: int, chunk_tokens: int, window_chunks: int) -> Config:
+    return Config(
+        network_channels=channels,
+        network_chunk_tokens=chunk_tokens,
+        network_window_chunks=window_chunks,
+    )
+
+
 @pytest.mark.parametrize("tokens", [1, 128, 4096, 21_845, 65_536, 1_000_000])
 def test_Megatron_LM_3999_queue_depth_does_not_depend_on_the_tokens(tokens: int) -> None:
     """3 entries a token are more than a queue has from 21,845 tokens on."""
@@ -382,18 +392,18 @@ def test_Megatron_LM_3999_queue_depth_does_not_depend_on_the_tokens(tokens: int)
 
 def test_Megatron_LM_3999_windows_counted_by_hand() -> None:
     shape = {**TWO_NODES, "num_ranks": 32, "max_tokens": 65_536}
-    window = make_plan(**shape, channels=4, chunk_tokens=100, window_chunks=3).window
+    window = make_plan(**shape, config=network(4, 30, 10)).window
     assert window.queue_pairs == 3 * 4  # one rail peer on each of three other nodes
-    assert window.entries == 2 * 3 * 100
+    assert window.entries == 2 * 10 * 30
     assert window.queue_depth == 1024
-    assert make_plan(**TWO_NODES, max_tokens=1, chunk_tokens=1, window_chunks=1).window == (
+    assert make_plan(**TWO_NODES, max_tokens=1, config=network(8, 1, 1)).window == (
         Window(8, 1, 1, queue_pairs=8, entries=2, queue_depth=128)
     )
 
 
 def test_memory_of_several_nodes_counted_by_hand() -> None:
     shape = {**TWO_NODES, "num_ranks": 32, "max_tokens": 4096}
-    regions = make_plan(**shape, channels=4, chunk_tokens=16, window_chunks=3).regions
+    regions = make_plan(**shape, config=network(4, 16, 3)).regions
     tokens = 4 * (4 * 3) * 16  # of four nodes' windows
     # records of 14336 + 32 bytes begin a cache line each, sums with their values too
     assert regions["outbox"] == 2 * 4096 * 14464
@@ -408,23 +418,48 @@ def test_memory_of_several_nodes_counted_by_hand() -> None:
 
 def test_Megatron_LM_3999_one_node_has_no_queues() -> None:
     assert small().window is None
-    assert small(chunk_tokens=10**9).window is None
+    assert small(config=network(8, 32, 10**9)).window is None
 
 
+def test_Megatron_LM_3999_too_deep_a_queue_is_refused() -> None:
+    """Before any memory is asked for, with the rule and the value."""
+    make_plan(**TWO_NODES, max_tokens=65_536, config=network(8, 32, 512))  # just fits
+    with pytest.raises(
+        ValueError, match=r"at most 32768, .* got 32832 \(network_window_chunks=513"
+    ):
+        make_plan(**TWO_NODES, max_tokens=65_536, config=network(8, 32, 513))
+
+
+@pytest.mark.parametrize("way", [[], ["--simulate"]], ids=["one_plan", "simulate"])
 @pytest.mark.parametrize(
-    ("changes", "says"),
+    ("option", "name", "value"),
     [
-        ({"chunk_tokens": 65_536}, r"at most 32768, .* got 524288 .*chunk_tokens=65536"),
-        ({"chunk_tokens": 128, "window_chunks": 255}, r"got 65280 \(window_chunks=255"),
-        ({"channels": 0}, r"channels must be an integer of at least 1, got 0"),
-        ({"window_chunks": 1.5}, r"window_chunks must be .* got 1.5"),
+        ("--chunk", "network_chunk_tokens", 64),
+        ("--chunk", "network_chunk_tokens", 0),
+        ("--channels", "network_channels", 0),
+        ("--window", "network_window_chunks", -1),
     ],
 )
-def test_Megatron_LM_3999_too_deep_a_queue_is_refused(changes: dict, says: str) -> None:
-    """Before any memory is asked for, with the rule and the value."""
-    make_plan(**TWO_NODES, max_tokens=65_536, chunk_tokens=64, window_chunks=256)  # just fits
-    with pytest.raises(ValueError, match=says):
-        make_plan(**TWO_NODES, max_tokens=65_536, **changes)
+def test_plan_refuses_settings_that_config_refuses(
+    way: list[str], option: str, name: str, value: int
+) -> None:
+    with pytest.raises(ValueError) as refusal:
+        Config(**{name: value})
+    with pytest.raises(ValueError, match=re.escape(str(refusal.value))):
+        run_options(*(way or SIZES.split()), option, str(value))
+
+
+def test_plan_without_settings_has_those_of_config() -> None:
+    shape = {**TWO_NODES, "max_tokens": 128}
+    assert make_plan(**shape) == make_plan(**shape, config=Config())
+    defaults = make_plan(**shape).window
+    settings = defaults.channels, defaults.chunk_tokens, defaults.window_chunks
+    config = Config()
+    assert settings == (
+        config.network_channels,
+        config.network_chunk_tokens,
+        config.network_window_chunks,
+    )
 
 
 def test_Megatron_LM_3999_the_command_states_the_depth(capsys: pytest.CaptureFixture) -> None:
@@ -433,7 +468,7 @@ def test_Megatron_LM_3999_the_command_states_the_depth(capsys: pytest.CaptureFix
     assert re.search(r"queue depth +128 +for 64 entries; the tokens of a call do not matter", text)
     assert re.search(r"queue pairs +8 +8 to each rail peer", text)
     with pytest.raises(ValueError, match="deepest queue"):
-        run_command("--tokens", "65536", "--chunk", "65536")
+        run_command("--tokens", "65536", "--window", "65536")
     assert run_command("--tokens", "65536", "--json", "--window", "32") == 0
     assert json.loads(capsys.readouterr().out)["window"]["queue_depth"] == 512
 
@@ -524,11 +559,14 @@ def test_bad_input_names_rule_and_value(changes: dict, says: str) -> None:
         small(**changes)
 
 
-def run_command(*words: str) -> int:
+def run_options(*words: str) -> int:
     parser = argparse.ArgumentParser()
     command.add_arguments(parser)
-    sizes = "--ranks 16 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 64 --topk 8"
-    return command.run(parser.parse_args([*sizes.split(), *words]))
+    return command.run(parser.parse_args(words))
+
+
+def run_command(*words: str) -> int:
+    return run_options(*SIZES.split(), *words)
 
 
 def test_command_prints_tables(capsys: pytest.CaptureFixture) -> None:
@@ -640,3 +678,8 @@ def test_tables_have_numbers_of_nodes_of_their_own() -> None:
         run_tables("--tokens", "1", "--experts", "8")
     with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1, got 0"):
         run_tables("--scaling", "--ranks-per-node", "0")
+
+
+def test_the_simulation_sweeps_sizes_that_config_takes() -> None:
+    for tokens in scaling_tables.CHUNK_SWEEP:
+        assert Config(network_chunk_tokens=tokens).network_chunk_tokens == tokens
