@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -263,6 +263,22 @@ class Buffer:
         """
         self._backend.destroy()
         self._state = _DESTROYED
+
+    # A copied model (an average of weights, a frozen teacher) must go on calling with the peers of
+    # this Buffer. A second one could only be made by all ranks together.
+
+    def __copy__(self) -> Buffer:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a hybrid_ep.Buffer must not be pickled: it holds memory and the process group of this "
+            "process. Save model.state_dict() in place of the model, and make the Buffer and the "
+            "model in the process that loads it; in a child process, make a Buffer of its own"
+        )
 
     @property
     def verbs(self) -> Backend:
