@@ -146,7 +146,13 @@ def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if op in _REPLAYED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: None = None,
+    **kwargs: Any,
+) -> Any:
     """``torch.utils.checkpoint`` that recomputes everything but the routing.
 
     A plain checkpoint runs the router again, and a near tie that falls the other way gives other
@@ -156,10 +162,28 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         function: what to checkpoint; it may call dispatch and combine.
         args: passed to it.
-        kwargs: passed to it.
+        use_reentrant: False; taken so that calls of torch's function need no change.
+        context_fn: None: what is saved is decided here.
+        kwargs: the other settings of torch's function (``preserve_rng_state``,
+            ``determinism_check``, ``debug``), which keep their meaning; the rest is passed to
+            ``function``.
 
     Returns:
         Any: what ``function`` returns.
+
+    Raises:
+        ValueError: ``use_reentrant`` is true, or a ``context_fn`` is given.
     """
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant must be False, got True: torch's reentrant checkpoint recomputes "
+            "everything, and here the routing must be saved"
+        )
+    if context_fn is not None:
+        raise ValueError(
+            f"context_fn must be left out, got {context_fn!r}: hybrid_ep.checkpoint passes its "
+            "own, which saves the routing. For a policy of your own, call torch.utils.checkpoint "
+            "with one that saves hybrid_ep.SAC_SAVE_OPS"
+        )
     contexts = functools.partial(create_selective_checkpoint_contexts, _save_routing)
     return _torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
