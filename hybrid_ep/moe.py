@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_ep.buffer import Buffer
+from hybrid_ep.limits import as_integer
 from hybrid_ep.ops import combine, dispatch
 
 
@@ -178,6 +179,8 @@ class MoELayer(nn.Module):
         dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
+        if max_rows is not None:  # a compiler takes numpy's integers for tensors
+            max_rows = as_integer("max_rows", max_rows, 0)
         self.buffer, self.max_rows = buffer, max_rows
         self.router = Router(
             buffer.hidden,

@@ -57,6 +57,7 @@ def dispatch(
         handle: replay this layout instead of routing anew (recompute; the peers replay it too).
         max_rows: bound on M. With it nothing waits for the host, rows beyond the bound are dropped
             (the last experts lose theirs first) and ``handle.overflow`` says so. None: M is exact.
+            Like align, of any integer type (numpy's too).
         align: each expert's group of rows is padded with zero rows to a multiple of this.
 
     Returns:
@@ -73,7 +74,7 @@ def dispatch(
             + ("neither" if handle is None else "both")
         )
     if handle is None:
-        rules.check_route(buffer, topk_idx, max_rows, align)
+        max_rows, align = rules.check_route(buffer, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
         layout, counts, offsets, required, rows, weights, row_scales = torch_verbs.dispatch_fresh(

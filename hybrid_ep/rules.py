@@ -19,6 +19,8 @@ from hybrid_ep.limits import (
     MAX_SCALE_BYTES,
     MAX_SUMMED_BYTES,
     ROW_ALIGN,
+    as_integer,
+    index_of,
     round_up,
 )
 
@@ -29,8 +31,10 @@ TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: int) -> None:
-    """The routing of a fresh dispatch, and how its rows are sized."""
+def check_route(
+    buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: int
+) -> tuple[int | None, int]:
+    """The routing of a fresh dispatch, and how its rows are sized: max_rows and align, as ints."""
     _check_device(buffer, "topk_idx", topk_idx)
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
@@ -41,22 +45,22 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
         raise ValueError(
             f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got {shape[0]}"
         )
-    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-        raise ValueError(f"align must be an integer of at least 1, got {align!r}")
+    align = as_integer("align", align, 1)
     if align * buffer.num_local_experts > MAX_ROWS:
         raise ValueError(
             f"align times the {buffer.num_local_experts} experts of a rank must be at most "
             f"{MAX_ROWS}, got align={align}"
         )
     if max_rows is None:
-        return
-    # a tuple of types: the compiler of torch 2.6 does not know what int | torch.SymInt is
-    if not isinstance(max_rows, (int, torch.SymInt)) or max_rows < 0 or max_rows % align:
+        return None, align
+    bound = index_of(max_rows)
+    if bound is None or bound < 0 or bound % align:
         raise ValueError(
             f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
         )
-    if max_rows > MAX_ROW_NUMBER:
-        raise ValueError(f"max_rows must be at most {MAX_ROW_NUMBER}, got {max_rows}")
+    if bound > MAX_ROW_NUMBER:
+        raise ValueError(f"max_rows must be at most {MAX_ROW_NUMBER}, got {bound}")
+    return bound, align
 
 
 def check_experts(buffer: Buffer, topk_idx: Tensor) -> None:
