@@ -53,7 +53,8 @@ def dispatch(
             expert; the same expert twice in a row counts once and its weights add. None with a
             ``handle``.
         topk_weights: float32 ``[T, topk]``, or None.
-        scales: ``[T, S]`` of any dtype, moved along with x; not differentiable.
+        scales: ``[T, S]`` of any dtype, moved along with x; not differentiable: scales that
+            require a gradient get none.
         handle: replay this layout instead of routing anew (recompute; the peers replay it too).
         max_rows: bound on M. With it nothing waits for the host, rows beyond the bound are dropped
             (the last experts lose theirs first) and ``handle.overflow`` says so. None: M is exact.
@@ -64,10 +65,13 @@ def dispatch(
         Dispatched: the rows of this rank's experts and the handle that leads home.
 
     Raises:
+        TypeError: an argument is of another type; nothing was sent.
         ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
             Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
+    if not isinstance(buffer, Buffer):
+        raise rules.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
     if (handle is None) == (topk_idx is None):
         raise ValueError(
             "dispatch takes either topk_idx or a handle to replay, got "
@@ -120,16 +124,19 @@ def combine(
         Tensor: ``[T, hidden]``, dtype of rows.
 
     Raises:
+        TypeError: an argument is of another type; nothing was sent.
         ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
             Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
+    if not isinstance(buffer, Buffer):
+        raise rules.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
     rules.check_handle(buffer, handle)
+    rules.check_combine(buffer, rows, weights)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
-    rules.check_combine(buffer, rows, weights)
     return torch_verbs.combine(buffer, rows, weights, handle.layout, handle.num_tokens)
 
 
