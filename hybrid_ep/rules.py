@@ -46,7 +46,8 @@ def check_route(
         raise ValueError(
             f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got {shape[0]}"
         )
-    align = as_integer("align", align, 1)
+    if isinstance(align, bool) or not isinstance(align, int) or align < 1:
+        align = as_integer("align", align, 1)  # seldom: a call less for the host
     if align * buffer.num_local_experts > MAX_ROWS:
         raise ValueError(
             f"align times the {buffer.num_local_experts} experts of a rank must be at most "
@@ -54,7 +55,9 @@ def check_route(
         )
     if max_rows is None:
         return None, align
-    bound = index_of(max_rows)
+    bound = max_rows
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int):
+        bound = index_of(max_rows)
     if bound is None or bound < 0 or bound % align:
         raise ValueError(
             f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
