@@ -8,7 +8,7 @@ import logging
 import os
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.config import Config
 from hybrid_ep.errors import SetupError
-from hybrid_ep.limits import round_up
+from hybrid_ep.limits import as_integer, round_up
 from hybrid_ep.ranks import Ranks
 from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
 from hybrid_ep.torch_ops import prepare_order
@@ -49,7 +49,7 @@ class Buffer:
         hidden: H, elements of a token.
         num_experts: E, over all ranks; rank r owns experts ``[r * E / R, (r + 1) * E / R)``.
         max_tokens: most tokens that a rank may dispatch in one call; T may differ between ranks.
-        topk: K, columns of ``topk_idx``.
+        topk: K, columns of ``topk_idx``; at most ``num_experts``.
         dtype: the widest payload; together with ``scale_bytes`` it sizes the outbox.
         scale_bytes: bytes of scales per token that the outbox holds besides a row of ``dtype``; 0
             suffices where a narrower payload leaves the room (fp8 rows in a bf16 buffer).
@@ -63,9 +63,15 @@ class Buffer:
         config: tuning, equal on all ranks: a Config, or the path of a file that holds one, which
             every rank reads.
 
+    Sizes may be of any integer type (numpy's too) and are kept as ints.
+
+    A copy of a Buffer (``copy.copy``, ``copy.deepcopy``) is the Buffer itself, so a copied model
+    shares it with the original. A Buffer cannot be pickled.
+
     An exception on one rank is one on all ranks, of the same kind: the others name that rank.
 
     Raises:
+        TypeError: ``dtype`` is no torch.dtype on some rank.
         ValueError: an argument breaks a rule on some rank, ranks disagree on one, or this process
             is not a member of the group (then on this rank alone).
         OSError: some rank cannot read the file of the config.
@@ -103,18 +109,17 @@ class Buffer:
         self.topology = Topology(rank, num_ranks, num_ranks)  # until ranks_per_node is known
         self._ranks = Ranks(group, rank, num_ranks)
         with self._ranks.together():
-            sizes = {
-                "hidden": hidden,
-                "num_experts": num_experts,
-                "max_tokens": max_tokens,
-                "topk": topk,
-            }
-            _check_arguments(sizes, num_ranks, scale_bytes, backend)
+            self.hidden = hidden = as_integer("hidden", hidden, 1)
+            self.num_experts = num_experts = as_integer("num_experts", num_experts, 1)
+            self.max_tokens = max_tokens = as_integer("max_tokens", max_tokens, 1)
+            self.topk = topk = as_integer("topk", topk, 1)
+            self.scale_bytes = scale_bytes = as_integer("scale_bytes", scale_bytes, 0)
+            if ranks_per_node is not None:
+                ranks_per_node = as_integer("ranks_per_node", ranks_per_node, 1)
+            _check_arguments(num_experts, topk, num_ranks, dtype, backend)
             self.config = _read_config(config)
             self.device = _find_device(device)
-            self.hidden, self.num_experts = hidden, num_experts
-            self.max_tokens, self.topk = max_tokens, topk
-            self.dtype, self.scale_bytes = dtype, scale_bytes
+            self.dtype = dtype
             self.num_local_experts = num_experts // num_ranks
             self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
 
@@ -125,7 +130,10 @@ class Buffer:
                 ranks_per_node = ranks_of_a_host(self._hosts)
             self.topology = Topology(rank, num_ranks, ranks_per_node)
             settings = {
-                **sizes,
+                "hidden": hidden,
+                "num_experts": num_experts,
+                "max_tokens": max_tokens,
+                "topk": topk,
                 "dtype": str(dtype),
                 "scale_bytes": scale_bytes,
                 "device type": self.device.type,
@@ -264,6 +272,22 @@ class Buffer:
         self._backend.destroy()
         self._state = _DESTROYED
 
+    # A copied model (an average of weights, a frozen teacher) must go on calling with the peers of
+    # this Buffer. A second one could only be made by all ranks together.
+
+    def __copy__(self) -> Buffer:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise TypeError(
+            "a hybrid_ep.Buffer must not be pickled: it holds memory and the process group of this "
+            "process. Save model.state_dict() in place of the model, and make the Buffer and the "
+            "model in the process that loads it; in a child process, make a Buffer of its own"
+        )
+
     @property
     def verbs(self) -> Backend:
         """The backend, for the ops.
@@ -386,18 +410,19 @@ def find_buffer(buffer_id: int) -> Buffer:
     return buffer
 
 
-def _check_arguments(sizes: dict[str, int], num_ranks: int, scale_bytes: int, backend: str) -> None:
-    """Raise ValueError for an argument that breaks a rule by itself."""
-    for name, value in sizes.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} must be an integer of at least 1, got {value!r}")
-    if sizes["num_experts"] % num_ranks:
+def _check_arguments(
+    num_experts: int, topk: int, num_ranks: int, dtype: torch.dtype, backend: str
+) -> None:
+    """Raise ValueError or TypeError for an argument that breaks a rule on this rank alone."""
+    if num_experts % num_ranks:
         raise ValueError(
             f"num_experts must be divisible by the number of ranks, got num_experts="
-            f"{sizes['num_experts']} with {num_ranks} ranks"
+            f"{num_experts} with {num_ranks} ranks"
         )
-    if not isinstance(scale_bytes, int) or scale_bytes < 0:
-        raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
+    if topk > num_experts:
+        raise ValueError(f"topk must be at most num_experts={num_experts}, got {topk}")
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype must be a torch.dtype like torch.bfloat16, got {dtype!r}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.limits import MAX_CHUNK_TOKENS
+from hybrid_ep.limits import MAX_CHUNK_TOKENS, as_integer, index_of
 
 MAX_SLICE_BYTES = 16384
 # Longer than a peer takes to compile a model or to save a checkpoint. Shorter than the 600 s after
@@ -75,24 +75,29 @@ class Config:
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                raise ValueError(f"Config.{name} must be an integer of at least 1, got {value!r}")
+            self._set(name, as_integer(f"Config.{name}", getattr(self, name), 1))
         if self.network_chunk_tokens > MAX_CHUNK_TOKENS:
             raise ValueError(
                 f"Config.network_chunk_tokens must be at most {MAX_CHUNK_TOKENS}, got "
                 f"{self.network_chunk_tokens!r}"
             )
-        size = self.slice_bytes
-        if not _is_int(size) or not 16 <= size <= MAX_SLICE_BYTES or size % 16:
+        size = index_of(self.slice_bytes)
+        if size is None or not 16 <= size <= MAX_SLICE_BYTES or size % 16:
             raise ValueError(
                 f"Config.slice_bytes must be a multiple of 16 from 16 to {MAX_SLICE_BYTES}, got "
-                f"{size!r}"
+                f"{self.slice_bytes!r}"
             )
-        # ranks compare the text of their settings, so equal deadlines must read alike
-        object.__setattr__(self, "timeout_s", _as_seconds(self.timeout_s))
+        self._set("slice_bytes", size)
+        self._set("timeout_s", _as_seconds(self.timeout_s))
         if not isinstance(self.trace, bool):
             raise ValueError(f"Config.trace must be True or False, got {self.trace!r}")
+
+    def _set(self, name: str, value: Any) -> None:
+        """Put a number of another type as its plain type, for JSON.
+
+        Ranks compare the text of their settings, so equal numbers must read alike.
+        """
+        object.__setattr__(self, name, value)
 
     def save(
         self, path: str | os.PathLike[str], *, tuned_for: Mapping[str, Any] | None = None
@@ -144,10 +149,6 @@ class Config:
             return cls(**kept)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _as_seconds(timeout_s: Any) -> float:

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hybrid_ep.buffer import Buffer
+from hybrid_ep.limits import as_integer
 from hybrid_ep.ops import combine, dispatch
 
 
@@ -199,6 +200,8 @@ class MoELayer(nn.Module):
         if device is None:
             is_deferred = torch.empty(0).is_meta
             device = torch.device("meta") if is_deferred else buffer.device
+        if max_rows is not None:  # a compiler takes numpy's integers for tensors
+            max_rows = as_integer("max_rows", max_rows, 0)
         self.buffer, self.max_rows = buffer, max_rows
         self.router = Router(
             buffer.hidden,

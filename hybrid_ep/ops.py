@@ -54,27 +54,32 @@ def dispatch(
             expert; the same expert twice in a row counts once and its weights add. None with a
             ``handle``.
         topk_weights: float32 ``[T, topk]``, or None.
-        scales: ``[T, S]`` of any dtype, moved along with x; not differentiable.
+        scales: ``[T, S]`` of any dtype, moved along with x; not differentiable: scales that
+            require a gradient get none.
         handle: replay this layout instead of routing anew (recompute; the peers replay it too).
         max_rows: bound on M. With it nothing waits for the host, rows beyond the bound are dropped
             (the last experts lose theirs first) and ``handle.overflow`` says so. None: M is exact.
+            Like align, of any integer type (numpy's too).
         align: each expert's group of rows is padded with zero rows to a multiple of this.
 
     Returns:
         Dispatched: the rows of this rank's experts and the handle that leads home.
 
     Raises:
+        TypeError: an argument is of another type; nothing was sent.
         ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
             Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
+    if not isinstance(buffer, Buffer):
+        raise rules.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
     if (handle is None) == (topk_idx is None):
         raise ValueError(
             "dispatch takes either topk_idx or a handle to replay, got "
             + ("neither" if handle is None else "both")
         )
     if handle is None:
-        rules.check_route(buffer, topk_idx, max_rows, align)
+        max_rows, align = rules.check_route(buffer, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
         rules.check_dispatch(buffer, x, topk_weights, scales, num_tokens)
         layout, counts, offsets, required, rows, weights, row_scales = torch_verbs.dispatch_fresh(
@@ -122,16 +127,19 @@ def combine(
         Tensor: ``[T, hidden]``, dtype of rows.
 
     Raises:
+        TypeError: an argument is of another type; nothing was sent.
         ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
             Buffer; nothing was sent.
         PeerError: a peer died, was too late, or made another call.
     """
+    if not isinstance(buffer, Buffer):
+        raise rules.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
     rules.check_handle(buffer, handle)
+    rules.check_combine(buffer, rows, weights)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
-    rules.check_combine(buffer, rows, weights)
     handle = _for_autograd(handle)
     return torch_verbs.combine(buffer, rows, weights, handle.layout, handle.num_tokens)
 
@@ -161,7 +169,13 @@ def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPol
     return CheckpointPolicy.MUST_SAVE if op in _REPLAYED else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = False,
+    context_fn: None = None,
+    **kwargs: Any,
+) -> Any:
     """``torch.utils.checkpoint`` that recomputes everything but the routing.
 
     A plain checkpoint runs the router again, and a near tie that falls the other way gives other
@@ -171,10 +185,28 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Args:
         function: what to checkpoint; it may call dispatch and combine.
         args: passed to it.
-        kwargs: passed to it.
+        use_reentrant: False; taken so that calls of torch's function need no change.
+        context_fn: None: what is saved is decided here.
+        kwargs: the other settings of torch's function (``preserve_rng_state``,
+            ``determinism_check``, ``debug``), which keep their meaning; the rest is passed to
+            ``function``.
 
     Returns:
         Any: what ``function`` returns.
+
+    Raises:
+        ValueError: ``use_reentrant`` is true, or a ``context_fn`` is given.
     """
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant must be False, got True: torch's reentrant checkpoint recomputes "
+            "everything, and here the routing must be saved"
+        )
+    if context_fn is not None:
+        raise ValueError(
+            f"context_fn must be left out, got {context_fn!r}: hybrid_ep.checkpoint passes its "
+            "own, which saves the routing. For a policy of your own, call torch.utils.checkpoint "
+            "with one that saves hybrid_ep.SAC_SAVE_OPS"
+        )
     contexts = functools.partial(create_selective_checkpoint_contexts, _save_routing)
     return _torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -13,7 +13,7 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
-from hybrid_ep.limits import ROW_ALIGN, beyond, check_counts, round_up
+from hybrid_ep.limits import ROW_ALIGN, as_integer, beyond, check_counts, round_up
 from hybrid_ep.network_window import Window, network_window
 from hybrid_ep.nvlink_sizes import (
     handle_bytes,
@@ -337,8 +337,7 @@ def _check_sizes(
         raise ValueError(f"topk must be at most num_experts={num_experts}, got {topk}")
     if dtype not in ITEMSIZE:
         raise ValueError(f"dtype must be one of {', '.join(ITEMSIZE)}, got {dtype!r}")
-    if not isinstance(scale_bytes, int) or scale_bytes < 0:
-        raise ValueError(f"scale_bytes must be an integer of at least 0, got {scale_bytes!r}")
+    as_integer("scale_bytes", scale_bytes, 0)
     row_bytes = hidden * ITEMSIZE[dtype]
     if row_bytes % ROW_ALIGN:
         raise ValueError(

@@ -1,24 +1,27 @@
 """The rules that one call's tensors obey, checked before anything is sent.
 
-Each function raises ValueError with the rule and the value. All but ``check_experts`` look at
+Each function raises ValueError with the rule and the value, or TypeError with the argument and what
+was got. All but ``check_experts`` look at
 shapes, dtypes and devices alone, so they may run while a graph is captured or traced.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, float32, float64, is_grad_enabled
 from torch.compiler import is_compiling
 
-from hybrid_ep.handle import Handle
+from hybrid_ep.handle import Dispatched, Handle
 from hybrid_ep.limits import (
     MAX_ROW_NUMBER,
     MAX_ROWS,
     MAX_SCALE_BYTES,
     MAX_SUMMED_BYTES,
     ROW_ALIGN,
+    as_integer,
+    index_of,
     round_up,
 )
 
@@ -29,8 +32,10 @@ TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: int) -> None:
-    """The routing of a fresh dispatch, and how its rows are sized."""
+def check_route(
+    buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: int
+) -> tuple[int | None, int]:
+    """The routing of a fresh dispatch, and how its rows are sized: max_rows and align, as ints."""
     _check_device(buffer, "topk_idx", topk_idx)
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
@@ -42,21 +47,24 @@ def check_route(buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: i
             f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got {shape[0]}"
         )
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
-        raise ValueError(f"align must be an integer of at least 1, got {align!r}")
+        align = as_integer("align", align, 1)  # seldom: a call less for the host
     if align * buffer.num_local_experts > MAX_ROWS:
         raise ValueError(
             f"align times the {buffer.num_local_experts} experts of a rank must be at most "
             f"{MAX_ROWS}, got align={align}"
         )
     if max_rows is None:
-        return
-    # a tuple of types: the compiler of torch 2.6 does not know what int | torch.SymInt is
-    if not isinstance(max_rows, (int, torch.SymInt)) or max_rows < 0 or max_rows % align:
+        return None, align
+    bound = max_rows
+    if isinstance(max_rows, bool) or not isinstance(max_rows, int):
+        bound = index_of(max_rows)
+    if bound is None or bound < 0 or bound % align:
         raise ValueError(
             f"max_rows must be a non-negative multiple of align={align}, got {max_rows!r}"
         )
-    if max_rows > MAX_ROW_NUMBER:
-        raise ValueError(f"max_rows must be at most {MAX_ROW_NUMBER}, got {max_rows}")
+    if bound > MAX_ROW_NUMBER:
+        raise ValueError(f"max_rows must be at most {MAX_ROW_NUMBER}, got {bound}")
+    return bound, align
 
 
 def check_experts(buffer: Buffer, topk_idx: Tensor) -> None:
@@ -143,11 +151,17 @@ def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
         raise ValueError(
             f"scales must have at most {MAX_SCALE_BYTES} bytes per token, got {scale_bytes}"
         )
-    needed = round_up(_row_bytes(buffer, x), 16) + scale_bytes
+    row_bytes = round_up(_row_bytes(buffer, x), 16)
+    needed = row_bytes + scale_bytes
     if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
         raise ValueError(
-            f"a row and its scales need {needed} bytes, more than the {buffer.row_capacity} that "
-            f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
+            f"rows of {x.dtype}{' and their scales' if scale_bytes else ''} need {needed} bytes, "
+            f"more than the {buffer.row_capacity} that {_reserving(buffer)}: "
+            + (
+                _remedy(buffer, x)
+                if row_bytes > buffer.row_capacity
+                else f"make the Buffer with dtype={x.dtype} and scale_bytes={scale_bytes}"
+            )
         )
 
 
@@ -160,8 +174,8 @@ def check_inbox(buffer: Buffer, rows: Tensor) -> None:
     needed = _row_bytes(buffer, rows)
     if needed > buffer.inbox_row_bytes:
         raise ValueError(
-            f"rows of {rows.dtype} need {needed} bytes, more than the "
-            f"{buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer reserves"
+            f"rows of {rows.dtype} need {needed} bytes, more than the {buffer.inbox_row_bytes} "
+            f"that dtype={buffer.dtype} of the Buffer reserves: {_remedy(buffer, rows)}"
         )
 
 
@@ -197,9 +211,8 @@ def check_combine_gradient(buffer: Buffer, rows: Tensor, *others: Tensor | None)
     if needed > buffer.row_capacity and not _may_be_float64(buffer, rows.dtype):
         raise ValueError(
             f"the backward of this combine dispatches rows of {rows.dtype}, which need {needed} "
-            f"bytes, more than the {buffer.row_capacity} that dtype={buffer.dtype} and "
-            f"scale_bytes={buffer.scale_bytes} of the Buffer reserve: make the Buffer with "
-            f"dtype={rows.dtype}, or combine under torch.no_grad()"
+            f"bytes, more than the {buffer.row_capacity} that {_reserving(buffer)}: make the "
+            f"Buffer with dtype={rows.dtype}, or combine under torch.no_grad()"
         )
 
 
@@ -236,6 +249,9 @@ def check_sizes(
 
 def check_handle(buffer: Buffer, handle: Handle) -> None:
     """The handle is of this Buffer, as far as its size can tell."""
+    if not isinstance(handle, Handle):
+        hint = ": pass its field .handle" if isinstance(handle, Dispatched) else ""
+        raise wrong_type("handle", "a hybrid_ep.Handle", handle, hint)
     if handle.layout.shape[0] != buffer.layout_size:
         raise ValueError(
             f"the handle must be of this Buffer, whose layouts have {buffer.layout_size} words, "
@@ -243,7 +259,30 @@ def check_handle(buffer: Buffer, handle: Handle) -> None:
         )
 
 
+def wrong_type(name: str, wanted: str, got: Any, hint: str = "") -> TypeError:
+    """An exception for an argument of another type; ``hint`` says what to do."""
+    kind = "None" if got is None else f"one of type {type(got).__name__}"
+    return TypeError(f"{name} must be {wanted}, got {kind}{hint}")
+
+
+def _reserving(buffer: Buffer) -> str:
+    """Which arguments of the Buffer size a row of the outbox, with their verb."""
+    if buffer.scale_bytes:
+        return f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
+    return f"dtype={buffer.dtype} of the Buffer reserves"
+
+
+def _remedy(buffer: Buffer, rows: Tensor) -> str:
+    """What to do about rows that are too wide for the Buffer."""
+    convert = f"convert them to {buffer.dtype}"
+    if rows.dtype.itemsize > 4:  # no backend but torch's carries such rows
+        return convert
+    return f"{convert}, or make the Buffer with dtype={rows.dtype}"
+
+
 def _check_device(buffer: Buffer, name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor):
+        raise wrong_type(name, "a tensor", tensor)
     if tensor.device != buffer.device:
         raise ValueError(f"{name} must be on the Buffer's {buffer.device}, got {tensor.device}")
 

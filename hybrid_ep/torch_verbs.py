@@ -58,6 +58,8 @@ def dispatch_fresh(
 
     One call of the backend where that can be.
     """
+    if scales is not None and scales.requires_grad:
+        scales = scales.detach()
     if _watched(topk_idx, x, weights, scales):
         order = forward_order(buffer.device)
         sizes = buffer.num_local_experts, buffer.layout_size
@@ -85,6 +87,8 @@ def dispatch(
     num_rows: int | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Rows, and their weights and scales; differentiable in x and weights."""
+    if scales is not None and scales.requires_grad:
+        scales = scales.detach()
     inputs = x, weights, scales, layout, num_tokens, num_rows, buffer.id
     if _watched(x, weights, scales, layout):
         return _dispatch_op(*inputs, forward_order(buffer.device))
@@ -289,6 +293,8 @@ def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -
     _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
     ctx.save_for_backward(layout)
     ctx.with_weights = weights is not None
+    if output[2] is not None:  # whatever the dtype of scales
+        ctx.mark_non_differentiable(output[2])
 
 
 def _dispatch_backward(

@@ -226,7 +226,7 @@ CASES = [
     Case("1_expert_a_rank_3_ranks", num_ranks=3, experts_per_rank=1, topk=2),
     Case("topk_is_all_experts", experts_per_rank=3, topk=None),
     Case("topk_1", num_ranks=3, topk=1),
-    Case("more_slots_than_experts", experts_per_rank=1, routing="duplicates", topk=8),
+    Case("more_slots_than_experts_of_a_rank", experts_per_rank=3, routing="duplicates", topk=6),
     Case("many_experts", num_ranks=2, experts_per_rank=50, topk=8),
     # payloads
     Case("fp16", dtype=torch.float16, topk=4),

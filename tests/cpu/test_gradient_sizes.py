@@ -45,8 +45,8 @@ class Wanted:
 
 WIDE_ROWS = (
     "the backward of this combine dispatches rows of torch.bfloat16, which need 64 bytes, more "
-    "than the 32 that dtype=torch.float8_e4m3fn and scale_bytes=0 of the Buffer reserve: make the "
-    "Buffer with dtype=torch.bfloat16, or combine under torch.no_grad()"
+    "than the 32 that dtype=torch.float8_e4m3fn of the Buffer reserves: make the Buffer with "
+    "dtype=torch.bfloat16, or combine under torch.no_grad()"
 )
 WIDE_X = (
     "the backward of this dispatch combines rows of torch.float32, which need 128 bytes, more than "

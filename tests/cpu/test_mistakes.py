@@ -1,7 +1,8 @@
-"""Bad input raises ValueError, with the rule and the value got, before anything is sent."""
+"""Bad input raises ValueError or TypeError, with the rule and what was got; nothing is sent."""
 
 import pickle
 
+import numpy as np
 import pytest
 import torch
 
@@ -106,6 +107,18 @@ def route_max_rows_float(call: Call):
     call.dispatch(max_rows=16.0)
 
 
+def route_align_bool(call: Call):
+    call.dispatch(align=True)
+
+
+def route_max_rows_bool(call: Call):
+    call.dispatch(max_rows=True)
+
+
+def route_max_rows_tensor(call: Call):
+    call.dispatch(max_rows=torch.tensor(16))
+
+
 def route_neither(call: Call):
     hybrid_ep.dispatch(call.buffer, call.x)
 
@@ -162,14 +175,24 @@ CALLS = [
     (dispatch_x_1d, "x must have shape [T, hidden=32], got [32]"),
     (dispatch_other_hidden, "x must have shape [T, hidden=32], got [6, 16]"),
     (dispatch_other_tokens, "as many tokens as its routing, got 3 and 6"),
-    (dispatch_wide_payload, "need 128 bytes, more than the 80"),
+    (
+        dispatch_wide_payload,
+        "rows of torch.float32 need 128 bytes, more than the 80 that dtype=torch.bfloat16 and "
+        "scale_bytes=8 of the Buffer reserve: convert them to torch.bfloat16, or make the Buffer "
+        "with dtype=torch.float32",
+    ),
     (dispatch_other_device, "x must be on the Buffer's cpu, got meta"),
     (dispatch_eight_bytes, "need 256 bytes, more than the 80"),
     (dispatch_weights_shape, "topk_weights must have shape [6, 3], got [6, 2]"),
     (dispatch_weights_dtype, "topk_weights must be torch.float32, got torch.bfloat16"),
     (dispatch_scales_tokens, "scales must have shape [T=6, S], got [2, 2]"),
     (dispatch_scales_1d, "scales must have shape [T=6, S], got [6]"),
-    (dispatch_many_scales, "need 464 bytes, more than the 80"),
+    (
+        dispatch_many_scales,
+        "rows of torch.bfloat16 and their scales need 464 bytes, more than the 80 that "
+        "dtype=torch.bfloat16 and scale_bytes=8 of the Buffer reserve: make the Buffer with "
+        "dtype=torch.bfloat16 and scale_bytes=400",
+    ),
     (route_float_experts, "topk_idx must be int16, int32 or int64, got torch.float32"),
     (route_other_topk, "topk_idx must have shape [T, topk=3], got [6, 2]"),
     (route_1d, "topk_idx must have shape [T, topk=3], got [6]"),
@@ -182,6 +205,9 @@ CALLS = [
     (route_0d, "topk_idx must have shape [T, topk=3], got []"),
     (route_align_float, "align must be an integer of at least 1, got 16.0"),
     (route_max_rows_float, "non-negative multiple of align=1, got 16.0"),
+    (route_align_bool, "align must be an integer of at least 1, got True"),
+    (route_max_rows_bool, "non-negative multiple of align=1, got True"),
+    (route_max_rows_tensor, "non-negative multiple of align=1, got tensor(16)"),
     (route_neither, "either topk_idx or a handle to replay, got neither"),
     (route_and_handle, "either topk_idx or a handle to replay, got both"),
     (replay_with_max_rows, "a replayed layout has its max_rows"),
@@ -201,8 +227,112 @@ CALLS = [
 @pytest.mark.parametrize("bad_call, text", CALLS, ids=[call.__name__ for call, _ in CALLS])
 def test_bad_call_sends_nothing(world, bad_call, text):
     told, other = world(2).run(mistakes.mistake, bad_call)
+    assert told.startswith("ValueError: ")
     assert text in told
     assert other == ""
+
+
+def no_buffer(call: Call):
+    hybrid_ep.dispatch(call.x, call.topk_idx, call.weights)
+
+
+def combine_no_buffer(call: Call):
+    hybrid_ep.combine(call.rows, call.handle, None)
+
+
+def dispatch_no_x(call: Call):
+    hybrid_ep.dispatch(call.buffer, None, call.topk_idx)
+
+
+def replay_no_x(call: Call):
+    hybrid_ep.dispatch(call.buffer, None, handle=call.handle)
+
+
+def dispatch_x_numpy(call: Call):
+    call.dispatch(np.zeros((T, H), dtype=np.float32))
+
+
+def dispatch_topk_idx_list(call: Call):
+    call.dispatch(topk_idx=call.topk_idx.tolist())
+
+
+def dispatch_weights_list(call: Call):
+    call.dispatch(weights=call.weights.tolist())
+
+
+def dispatch_scales_number(call: Call):
+    call.dispatch(scales=1.0)
+
+
+def replay_dispatched(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.sent)
+
+
+def replay_layout(call: Call):
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle.layout)
+
+
+def combine_dispatched(call: Call):
+    hybrid_ep.combine(call.buffer, call.rows, call.sent)
+
+
+def combine_no_handle(call: Call):
+    hybrid_ep.combine(call.buffer, call.rows, None)
+
+
+def combine_no_rows(call: Call):
+    hybrid_ep.combine(call.buffer, None, call.handle)
+
+
+def combine_rows_dispatched(call: Call):
+    hybrid_ep.combine(call.buffer, call.sent, call.handle)
+
+
+def combine_weights_list(call: Call):
+    call.combine(weights=[1.0] * len(call.rows))
+
+
+TYPES = [
+    (no_buffer, "buffer must be a hybrid_ep.Buffer, got one of type Tensor"),
+    (combine_no_buffer, "buffer must be a hybrid_ep.Buffer, got one of type Tensor"),
+    (dispatch_no_x, "x must be a tensor, got None"),
+    (replay_no_x, "x must be a tensor, got None"),
+    (dispatch_x_numpy, "x must be a tensor, got one of type ndarray"),
+    (dispatch_topk_idx_list, "topk_idx must be a tensor, got one of type list"),
+    (dispatch_weights_list, "topk_weights must be a tensor, got one of type list"),
+    (dispatch_scales_number, "scales must be a tensor, got one of type float"),
+    (
+        replay_dispatched,
+        "handle must be a hybrid_ep.Handle, got one of type Dispatched: pass its field .handle",
+    ),
+    (replay_layout, "handle must be a hybrid_ep.Handle, got one of type Tensor"),
+    (
+        combine_dispatched,
+        "handle must be a hybrid_ep.Handle, got one of type Dispatched: pass its field .handle",
+    ),
+    (combine_no_handle, "handle must be a hybrid_ep.Handle, got None"),
+    (combine_no_rows, "rows must be a tensor, got None"),
+    (combine_rows_dispatched, "rows must be a tensor, got one of type Dispatched"),
+    (combine_weights_list, "weights must be a tensor, got one of type list"),
+]
+
+
+@pytest.mark.parametrize("bad_call, text", TYPES, ids=[call.__name__ for call, _ in TYPES])
+def test_an_argument_of_another_type_sends_nothing(world, bad_call, text):
+    told, other = world(2).run(mistakes.mistake, bad_call)
+    assert told == f"TypeError: {text}"
+    assert other == ""
+
+
+def test_rows_too_wide_for_a_Buffer_without_scales(alone):
+    """The text names the dtype and does not speak of scales."""
+    buffer = alone.buffer(**{**CASE.sizes(), "scale_bytes": 0})
+    inputs = CASE.inputs(0)
+    with pytest.raises(ValueError, match=r"rows of torch\.float32 need 128 bytes") as raised:
+        hybrid_ep.dispatch(buffer, inputs.x.float(), inputs.topk_idx)
+    assert "more than the 64 that dtype=torch.bfloat16 of the Buffer reserves" in str(raised.value)
+    assert "convert them to torch.bfloat16, or make the Buffer with dtype" in str(raised.value)
+    assert "scale" not in str(raised.value)
 
 
 BUFFERS = [
@@ -212,9 +342,14 @@ BUFFERS = [
     ({"max_tokens": 0}, "max_tokens must be an integer of at least 1, got 0"),
     ({"topk": -1}, "topk must be an integer of at least 1, got -1"),
     ({"num_experts": 0}, "num_experts must be an integer of at least 1, got 0"),
+    ({"topk": 13}, "topk must be at most num_experts=12, got 13"),
+    ({"topk": torch.tensor(3)}, "topk must be an integer of at least 1, got tensor(3)"),
+    ({"scale_bytes": True}, "scale_bytes must be an integer of at least 0, got True"),
+    ({"ranks_per_node": True}, "ranks_per_node must be an integer of at least 1, got True"),
+    ({"ranks_per_node": 1.0}, "ranks_per_node must be an integer of at least 1, got 1.0"),
     ({"scale_bytes": -1}, "scale_bytes must be an integer of at least 0, got -1"),
     ({"backend": "nccl"}, "backend must be one of auto, torch, nvlink, nvshmem, got 'nccl'"),
-    ({"ranks_per_node": 0}, "ranks_per_node must divide the number of ranks, got ranks_per_node=0"),
+    ({"ranks_per_node": 0}, "ranks_per_node must be an integer of at least 1, got 0"),
     ({"ranks_per_node": 2}, "got ranks_per_node=2 with 1 ranks"),
 ]
 
@@ -224,6 +359,12 @@ def test_bad_buffer(alone, wrong, text):
     with pytest.raises(ValueError) as raised:
         alone.buffer(**{**CASE.sizes(), **wrong})
     assert text in str(raised.value)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "bfloat16", None, np.float32])
+def test_a_dtype_that_is_none_of_torch(alone, dtype):
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype like torch\.bfloat16, got"):
+        alone.buffer(**{**CASE.sizes(), "dtype": dtype})
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SETTINGS = {
 @st.composite
 def routings(draw: st.DrawFn, num_ranks: int) -> Routing:
     num_local_experts = draw(st.integers(1, 4))
-    topk = draw(st.integers(1, 4))
+    topk = draw(st.integers(1, min(4, num_local_experts * num_ranks)))
     expert = st.integers(-1, num_local_experts * num_ranks - 1)
     token = st.tuples(*[expert] * topk)
     tokens = st.lists(token, max_size=MAX_TOKENS).map(tuple)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from unittest import mock
 
@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
-from hybrid_ep import rules, torch_verbs
+from hybrid_ep import Dispatched, rules, torch_verbs
 from tests import oracle
 from tests.cases import FP8, Case, params
 from tests.checks import same_bytes
@@ -226,6 +226,71 @@ def test_functorch_gets_ops_which_refuse(alone):
     weights = layer.weights.detach()
     with pytest.raises(RuntimeError, match="functorch"):
         torch.func.grad(lambda x: layer(x, weights)[0].sum())(layer.x.detach())
+
+
+# ---- scales have no gradient
+
+
+def scale_ways(alone, case: Case) -> dict[str, Callable[..., Dispatched]]:
+    """Fresh and replayed dispatches with scales; each takes x, weights and scales."""
+    buffer, topk_idx = alone.buffer(**case.sizes()), case.inputs(0).topk_idx.to(alone.device)
+    zeros = torch.zeros(len(topk_idx), case.hidden, dtype=case.dtype, device=alone.device)
+    handle = hybrid_ep.dispatch(buffer, zeros, topk_idx).handle
+
+    def fresh(x: Tensor, weights: Tensor, scales: Tensor) -> Dispatched:
+        return hybrid_ep.dispatch(buffer, x, topk_idx, weights, scales=scales, max_rows=128)
+
+    def replayed(x: Tensor, weights: Tensor, scales: Tensor) -> Dispatched:
+        return hybrid_ep.dispatch(buffer, x, None, weights, scales=scales, handle=handle)
+
+    def watched(*inputs: Tensor) -> Dispatched:
+        with as_ops():
+            return fresh(*inputs)
+
+    def compiled(*inputs: Tensor) -> Dispatched:
+        torch._dynamo.reset()
+        return torch.compile(fresh, backend="aot_eager", fullgraph=True)(*inputs)
+
+    def direct(*inputs: Tensor) -> Dispatched:
+        sizes = handle.num_tokens, handle.num_rows, buffer.id
+        sent = torch.ops.hybrid_ep.dispatch(*inputs, handle.layout, *sizes)
+        return Dispatched(*sent, handle.counts, handle.offsets, handle)
+
+    ways = (fresh, replayed, watched, compiled, direct)
+    return {way.__name__: way for way in ways}
+
+
+@pytest.mark.parametrize("leaves", ["x", "weights", "scales", "x weights scales"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, FP8, torch.uint8], ids=str)
+@pytest.mark.parametrize("way", ["fresh", "replayed", "watched", "compiled", "direct"])
+def test_scales_come_back_without_a_gradient(alone, way, dtype, leaves):
+    if "scales" in leaves and not dtype.is_floating_point:
+        pytest.skip("integers require no gradient")
+    case = replace(CASE, num_scales=4, scale_dtype=dtype)
+    inputs = case.inputs(0)
+    generator = case.generator(0, "scales")
+    given = {
+        "x": case.values(0, "x", len(inputs.x)),
+        "weights": inputs.weights,
+        "scales": torch.randint(1, 8, (len(inputs.x), 4), generator=generator).to(dtype),
+    }
+    given = {name: value.to(alone.device) for name, value in given.items()}
+    ways = scale_ways(alone, case)
+    want = ways["fresh"](*given.values()).scales
+    for name in leaves.split():
+        given[name].requires_grad_()
+    out = ways[way](*given.values())
+    assert not out.scales.requires_grad
+    same_bytes(out.scales[: len(want)], want[: len(out.scales)], "scales")
+    if leaves == "scales":
+        # the op itself cannot know that nothing else wants a gradient
+        assert way == "direct" or not out.rows.requires_grad
+        return
+    # scales take part in the loss, as in a product with rows that they quantise
+    loss = (out.rows * out.scales[:, :1].float()).sum() + out.weights.sum()
+    loss.backward()
+    for name, tensor in given.items():
+        assert (tensor.grad is not None) == (name in leaves.split() and name != "scales"), name
 
 
 # ---- what is saved, and what is checked

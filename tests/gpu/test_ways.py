@@ -6,6 +6,7 @@ from tests.cpu.test_ways import (  # noqa: F401
     test_all_ways_give_the_same,
     test_eager_calls_make_no_ops,
     test_hooks_see_everything_that_is_saved,
+    test_scales_come_back_without_a_gradient,
     test_weighted_gradient_makes_no_large_copies,
     test_weights_get_their_gradient_beside_rows_of_fp8,
 )

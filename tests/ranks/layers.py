@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import (
 )
 
 import hybrid_ep
+from hybrid_ep.moe import MoELayer
 from tests.cases import Case
 from tests.launch import Rank
 
@@ -37,6 +39,15 @@ def experts(rows: Tensor, offsets: Tensor, weights: Tensor) -> Tensor:
     ]
     rest = rows[int(offsets[-1]) :] * float("nan")
     return torch.cat([*y, rest])
+
+
+def copied(me: Rank, case: Case) -> tuple[Tensor, Tensor]:
+    """What a MoELayer and its deep copy return for the same tokens."""
+    layer = MoELayer(me.buffer(**case.sizes()), ffn_hidden=8)
+    x = case.values(me.rank, "x", case.num_tokens(me.rank)).to(me.device)
+    results = tuple(each(x).y.detach() for each in (layer, copy.deepcopy(layer)))
+    layer.buffer.destroy()
+    return results
 
 
 def moe(me: Rank, case: Case, max_rows: int | None, weighted_by: str) -> dict[str, Tensor]:

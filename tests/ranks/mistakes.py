@@ -51,14 +51,14 @@ class Call:
 
 
 def mistake(me: Rank, bad_call: Callable[[Call], Any]) -> str:
-    """Rank 0 alone makes a bad call; then all go on. What it raised, if a ValueError."""
+    """Rank 0 alone makes a bad call; then all go on. What it raised, and its text."""
     call = Call(me)
     text = ""
     if me.rank == 0:
         try:
             bad_call(call)
-        except ValueError as error:
-            text = str(error)
+        except (ValueError, TypeError) as error:
+            text = f"{type(error).__name__}: {error}"
     call.combine()  # nothing was sent, so the ranks are still in step
     call.dispatch()
     call.buffer.destroy()
