@@ -7,6 +7,7 @@ either way: it takes torchrun's ranks where this process is one of them.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import sys
@@ -205,6 +206,9 @@ def on_ranks(
         except Exception as error:
             # each rank that torchrun started has its own; of what all ranks raise, one tells
             speaks = rank == 0 or not isinstance(error, SetupError)
+            if isinstance(error, SetupError):  # all ranks are here, and leave the group together
+                with contextlib.suppress(RuntimeError):  # or one has died meanwhile
+                    dist.barrier()
             raise RanksFailed([Failure.of(rank, error)], speaks=speaks) from error
         values: list[Any] = [None] * started
         dist.all_gather_object(values, value)

@@ -89,11 +89,9 @@ def wrong_sum() -> Iterator[None]:
 def sum_backwards() -> Iterator[None]:
     honest = torch_backend.sum_in_order
 
-    def backwards(
-        memory: Any, rows: Tensor, index: Tensor, weights: Tensor | None = None
-    ) -> Tensor:
+    def backwards(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
         weights = None if weights is None else weights.flip(1)
-        return honest(memory, rows, index.flip(1), weights)
+        return honest(rows, index.flip(1), weights)
 
     with mock.patch.object(torch_backend, "sum_in_order", backwards):
         yield
