@@ -34,8 +34,8 @@ step build 90 "$python" setup.py --quiet build_ext --inplace
 step check 60 "$python" -m hybrid_ep check --device "$device"
 if [ "$gpus" -gt 0 ]; then
     # shellcheck disable=SC2086  # several arguments
-    step tests 200 "$python" -m pytest -q --tb=short ${TESTS:-tests/gpu}
-    step stress 60 env HYBRID_EP_STRESS_CALLS="${CALLS:-500}" "$python" -m pytest tests/gpu/test_stress.py -q
+    step tests 200 "$python" -m pytest -q --tb=short ${TESTS:--m nvlink}
+    step stress 60 env HYBRID_EP_STRESS_CALLS="${CALLS:-500}" "$python" -m pytest -m nvlink tests/suite/test_stress.py -q
 fi
 for ranks in ${RANKS:-2 4 8}; do
     [ "$device" = cpu ] || [ "$ranks" -le "$gpus" ] || continue

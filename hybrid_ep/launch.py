@@ -27,7 +27,7 @@ from hybrid_ep.ranks import is_of_a_peer
 
 # Deadlines are ordered, Buffer < group < test, so that a rank that waits in vain raises a PeerError
 # with the name of its peer before anything else ends the run. A call on a Buffer waits at most
-# 2 * timeout_s + 10 s (csrc/call_state.cpp). tests/cpu/test_deadlines.py checks the order.
+# 2 * timeout_s + 10 s (csrc/call_state.cpp). tests/unit/test_deadlines.py checks the order.
 GROUP_TIMEOUT_S = 900.0  # of a group of run_ranks, whose Buffers have the default deadline
 COMMAND_TIMEOUT_S = 60.0  # of the Buffers of a command, which saves no checkpoint
 _END_S = 20.0  # for ranks that have returned to end

@@ -56,9 +56,10 @@ class Case:
     def __str__(self) -> str:
         return self.name
 
-    def on(self, num_ranks: int) -> Case:
-        """The same case on another number of ranks."""
-        return replace(self, num_ranks=num_ranks)
+    def on(self, num_ranks: int, ranks_per_node: int | None = None) -> Case:
+        """The same case on other ranks; on its own nodes, unless others are asked for."""
+        ranks_per_node = ranks_per_node or self.ranks_per_node
+        return replace(self, num_ranks=num_ranks, ranks_per_node=ranks_per_node)
 
     @property
     def num_experts(self) -> int:
@@ -67,6 +68,16 @@ class Case:
     @property
     def num_slots(self) -> int:
         return self.num_experts if self.topk is None else self.topk
+
+    @property
+    def has_experts_enough(self) -> bool:
+        """For K distinct choices, where its routing makes such."""
+        return self.num_slots <= self.num_experts or self.routing == "duplicates"
+
+    @property
+    def has_gradients(self) -> bool:
+        """Of x and of the weights."""
+        return self.dtype.itemsize > 1 and self.weights
 
     @property
     def sum_dtype(self) -> torch.dtype:
@@ -266,6 +277,22 @@ CASES = [
     Case("2_nodes_of_2_holes", num_ranks=4, ranks_per_node=2, topk=4, routing="holes", align=16),
     Case("2_nodes_of_2_overflow", num_ranks=4, ranks_per_node=2, topk=4, max_rows="third"),
 ]  # fmt: skip
+
+
+# where the number of ranks or nodes matters; one after the other they show what all would
+OF_MANY_RANKS = (
+    "plain",
+    "DeepEP#744_pads_among_tokens",
+    "one_rank_without_tokens",
+    "DeepEP#447_all_to_one_rank",
+    "Megatron#175_duplicates_3_ranks",
+    "skewed",
+    "fp32",
+    "odd_fp32_scales",
+    "HEP_scan_one_block_less",
+    "torchtitan#2207_third",
+    "DeepEP#402_many_terms",
+)
 
 
 def named(*names: str) -> Iterator[Case]:

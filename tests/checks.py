@@ -12,9 +12,10 @@ from torch import Tensor
 from tests import oracle
 from tests.cases import Case, Inputs
 from tests.launch import Pool
+from tests.oracle import Expected
 from tests.ranks import verbs
 
-Verb = Callable[..., Any]  # what a rank does with a case, of tests/ranks/verbs.py
+Results = list[dict[str, Any]]  # of each rank
 
 
 def same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
@@ -35,26 +36,33 @@ def same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
-def check_dispatch(pool: Pool, case: Case, dispatch: Verb = verbs.dispatch) -> None:
+def check_verbs(pool: Pool, case: Case, run: Callable[..., Any] = verbs.all_verbs) -> None:
+    """Dispatch, combine and their gradients on one Buffer; a failure says which of them."""
+    case = pool.target.divided(case)
+    results = pool.run(run, case, oracle.max_rows(case))
     expected = oracle.dispatch(case)
-    results = pool.run(dispatch, case, oracle.max_rows(case))
+    check_dispatch(case, expected, [got["dispatch"] for got in results])
+    check_combine(case, expected, [got["combine"] for got in results])
+    if case.has_gradients:
+        check_gradients(case, expected, [got["gradients"] for got in results])
+
+
+def check_dispatch(case: Case, expected: list[Expected], results: Results) -> None:
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
-        assert got["required_rows"] == want.required_rows, f"rank {rank}"
-        assert got["overflow"] == want.overflow, f"rank {rank}"
-        assert got["num_tokens"] == case.num_tokens(rank)
-        same_bytes(got["counts"], want.counts, f"counts of rank {rank}")
-        same_bytes(got["offsets"], want.offsets, f"offsets of rank {rank}")
-        same_bytes(got["rows"], want.rows, f"rows of rank {rank}")
+        assert got["required_rows"] == want.required_rows, f"dispatch, rank {rank}"
+        assert got["overflow"] == want.overflow, f"dispatch, rank {rank}"
+        assert got["num_tokens"] == case.num_tokens(rank), f"dispatch, rank {rank}"
+        same_bytes(got["counts"], want.counts, f"dispatch, counts of rank {rank}")
+        same_bytes(got["offsets"], want.offsets, f"dispatch, offsets of rank {rank}")
+        same_bytes(got["rows"], want.rows, f"dispatch, rows of rank {rank}")
         for name in ("weights", "scales"):
             wanted = getattr(want, name)
-            assert (got[name] is None) == (wanted is None), name
+            assert (got[name] is None) == (wanted is None), f"dispatch, {name}"
             if wanted is not None:
-                same_bytes(got[name], wanted, f"{name} of rank {rank}")
+                same_bytes(got[name], wanted, f"dispatch, {name} of rank {rank}")
 
 
-def check_combine(pool: Pool, case: Case, combine: Verb = verbs.combine) -> None:
-    expected = oracle.dispatch(case)
-    results = pool.run(combine, case, oracle.max_rows(case))
+def check_combine(case: Case, expected: list[Expected], results: Results) -> None:
     sizes = [len(want.sources) for want in expected]
     rows = [case.values(rank, "rows", size) for rank, size in enumerate(sizes)]
     row_weights = [verbs.row_weights(case, rank, size) for rank, size in enumerate(sizes)]
@@ -62,16 +70,14 @@ def check_combine(pool: Pool, case: Case, combine: Verb = verbs.combine) -> None
         ordered = oracle.combine(case, expected, rows, weights)
         exact, size = oracle.combine_fp64(case, expected, rows, weights)
         for rank, got in enumerate(results):
-            y = got[name]
-            same_bytes(y, ordered[rank], f"{name} y of rank {rank}")
+            y, what = got[name], f"combine, {name} y of rank {rank}"
+            same_bytes(y, ordered[rank], what)
             bound = oracle.error_bound(case, y.dtype, size[rank])
             error = (y.double() - exact[rank]).abs()
-            assert bool((error <= bound).all()), f"{name} y of rank {rank}: {error.max()}"
+            assert bool((error <= bound).all()), f"{what}: {error.max()}"
 
 
-def check_gradients(pool: Pool, case: Case, gradients: Verb = verbs.gradients) -> None:
-    results = pool.run(gradients, case, oracle.max_rows(case))
-    expected = oracle.dispatch(case)
+def check_gradients(case: Case, expected: list[Expected], results: Results) -> None:
     sizes = [len(want.sources) for want in expected]
     grad_rows = [case.values(rank, "grad rows", size) for rank, size in enumerate(sizes)]
     grad_weights = [verbs.row_weights(case, rank, size) for rank, size in enumerate(sizes)]

@@ -1,10 +1,12 @@
-"""Markers that say what a test needs; a machine without it skips the test with a reason.
+"""Markers that say what a test needs, and the fixtures of its ranks.
 
-@pytest.mark.gpu       one CUDA device of Hopper or later (capability 9.0)
-@pytest.mark.gpus(n)   n of them
+@pytest.mark.gpu          one CUDA device of Hopper or later (capability 9.0), else it is skipped
+@pytest.mark.gpus(n)      n of them
+@pytest.mark.not_on(...)  targets that cannot run it, and why; only_on: those that alone can
+@pytest.mark.exclusive    nothing else may use the GPU: it reads the free memory, or times matter
 
-Tests of ranks take the fixture ``world`` (``world(3).run(function, ...)``) and run on what the
-fixture ``target`` of their folder names: another backend's folder can import the same tests.
+Tests of ranks take the fixture ``world`` (``world(3).run(function, ...)``) and run on ``target``:
+each of tests/targets.py for a test of tests/suite, the torch backend on the CPU in tests/unit.
 """
 
 from __future__ import annotations
@@ -12,29 +14,49 @@ from __future__ import annotations
 import functools
 import signal
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
-if TYPE_CHECKING:
-    from tests.launch import Pool, Rank, Target
+from tests import targets
+from tests.launch import Pool, Pools, Rank
+from tests.targets import Target
 
-TEST_DEADLINE_S = 180  # longer than any other deadline: tests/cpu/test_deadlines.py
+TEST_DEADLINE_S = 180  # longer than any other deadline: tests/unit/test_deadlines.py
 MIN_CAPABILITY = (9, 0)
 
 
 @functools.cache
 def num_gpus() -> int:
     """The CUDA devices here that can run the kernels."""
-    import torch
-
     devices = range(torch.cuda.device_count())
     return sum(torch.cuda.get_device_capability(device) >= MIN_CAPABILITY for device in devices)
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs one CUDA device of capability 9.0 or later")
-    config.addinivalue_line("markers", "gpus(n): needs n CUDA devices of capability 9.0 or later")
+    for line in (
+        "gpu: needs one CUDA device of capability 9.0 or later",
+        "gpus(n): needs n CUDA devices of capability 9.0 or later",
+        "not_on(*targets, why): targets that cannot run it",
+        "only_on(*targets, why): targets that alone can run it",
+        "exclusive: nothing else may use the GPU",
+        "breaks_ranks: takes ranks of its own, and may kill them",
+        *(f"{target.name}: runs on this target" for target in targets.ALL),
+    ):
+        config.addinivalue_line("markers", line)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem() -> Iterator[None]:
+    made = yield
+    return list(filter(targets.can_run, made)) if isinstance(made, list) else made
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=targets.place)
+    for item in items:
+        if "fresh_world" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.breaks_ranks)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -62,12 +84,16 @@ def deadline() -> Iterator[None]:
     signal.signal(signal.SIGALRM, before)
 
 
+@pytest.fixture
+def target(request: pytest.FixtureRequest) -> Target:
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def pools() -> Iterator[dict[tuple[Target, int], Pool]]:
-    alive: dict[tuple[Target, int], Pool] = {}
+def pools() -> Iterator[Pools]:
+    alive = Pools()
     yield alive
-    for pool in alive.values():
-        pool.close()
+    alive.close()
 
 
 @pytest.fixture(scope="session")
@@ -77,35 +103,20 @@ def inductor_cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture
-def world(target: Target, pools: dict[tuple[Target, int], Pool]) -> Callable[[int], Pool]:
-    """``world(n)``: n ranks on the folder's target, kept from test to test."""
-    from tests.launch import Pool
-
-    def of(num_ranks: int) -> Pool:
-        pool = pools.get((target, num_ranks))
-        if pool is None or not pool.usable:
-            if pool is not None:
-                pool.kill()
-            pool = pools[target, num_ranks] = Pool(num_ranks, target)
-        return pool
-
-    return of
+def world(target: Target, pools: Pools) -> Callable[[int], Pool]:
+    """``world(n)``: n ranks on the target, kept from test to test."""
+    return functools.partial(pools.of, target)
 
 
 @pytest.fixture
 def alone(target: Target) -> Rank:
     """A world of one rank in this process, without ``torch.distributed``."""
-    from tests.launch import Rank, rank_device
-
-    device = rank_device(0, "cpu" if target.device == "cpu" else "auto")
-    return Rank(0, 1, device, target.backend)
+    return Rank(0, 1, target.rank_device(0, 1), target)
 
 
 @pytest.fixture
 def fresh_world(target: Target) -> Iterator[Callable[[int], Pool]]:
     """``fresh_world(n)``: n ranks of the test's own, to break as it likes."""
-    from tests.launch import Pool
-
     made: list[Pool] = []
 
     def of(num_ranks: int) -> Pool:

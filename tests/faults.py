@@ -1,4 +1,4 @@
-"""A peer stays away, dies, comes late or makes another call: what holds on every backend.
+"""A peer stays away, dies or makes another call: all other ranks name it.
 
 What an error says besides is the backend's own: ``told`` looks at what ``mistakes.fault`` returned.
 """
@@ -18,7 +18,6 @@ Told = Callable[[dict[str, Any]], None]
 
 PHASES = {"route": mistakes.route, "dispatch": mistakes.dispatch, "combine": mistakes.combine}
 each_phase = pytest.mark.parametrize("phase", PHASES)
-two_or_three = pytest.mark.parametrize("num_ranks", [2, 3])
 
 
 def check_named(outcomes: list[Outcome], phase: str, told: Told, victim: int = -1) -> None:
@@ -40,7 +39,6 @@ def check_named(outcomes: list[Outcome], phase: str, told: Told, victim: int = -
 def stays_away(pool: Pool, phase: str, sizes: Sizes, told: Told, victim: int = -1) -> None:
     outcomes = pool.outcomes(mistakes.fault, PHASES[phase], mistakes.stay_away, sizes, victim)
     check_named(outcomes, phase, told, victim)
-    assert pool.close() == [0] * pool.num_ranks
 
 
 def dies(pool: Pool, phase: str, sizes: Sizes, told: Told) -> None:
@@ -48,18 +46,3 @@ def dies(pool: Pool, phase: str, sizes: Sizes, told: Told) -> None:
     check_named(outcomes, phase, told)
     assert outcomes[-1].exit_code == -9
     assert pool.close() == [0] * (pool.num_ranks - 1) + [-9]
-
-
-def makes_another_call(pool: Pool, theirs: Any, last: Any, sizes: Sizes, told: Told) -> str:
-    """The last rank calls ``last``, the others ``theirs``; what the last one is told."""
-    outcomes = pool.outcomes(mistakes.fault, theirs, last, sizes)
-    check_named(outcomes, "combine" if theirs is mistakes.combine else "dispatch", told)
-    assert outcomes[-1].value["error"] is not None
-    assert pool.close() == [0] * pool.num_ranks
-    return outcomes[-1].value["error"]
-
-
-def is_late(pool: Pool, patient: Sizes) -> None:
-    for seen in pool.run(mistakes.fault, mistakes.combine, mistakes.come_late, patient):
-        assert seen["error"] is None
-        assert "destroyed" in seen["destroyed"]

@@ -24,18 +24,10 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 import hybrid_ep
-from hybrid_ep.launch import rank_device
+from tests.targets import Target
 
 DEADLINE_S = 60.0
 PATIENCE = hybrid_ep.Config(timeout_s=20)  # a hang shows before the deadline
-
-
-@dataclass(frozen=True)
-class Target:
-    """What the tests run on: a backend and the kind of device under it."""
-
-    backend: str
-    device: str  # "cpu" or "cuda"
 
 
 @dataclass(frozen=True)
@@ -45,11 +37,20 @@ class Rank:
     rank: int
     num_ranks: int
     device: torch.device
-    backend: str
+    target: Target
+
+    @property
+    def backend(self) -> str:
+        return self.target.backend
 
     def buffer(self, group: Any = None, **arguments: Any) -> hybrid_ep.Buffer:
+        """A Buffer of the target, on its nodes where ``ranks_per_node`` is None or left out."""
         defaults = {"device": self.device, "backend": self.backend, "config": PATIENCE}
-        return hybrid_ep.Buffer(group, **{**defaults, **arguments})
+        arguments = {**defaults, **arguments}
+        if arguments.get("ranks_per_node") is None:
+            num_ranks = self.num_ranks if group is None else dist.get_world_size(group)
+            arguments["ranks_per_node"] = self.target.ranks_per_node(num_ranks)
+        return hybrid_ep.Buffer(group, **arguments)
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class Pool:
             theirs.close()
             self._connections.append(mine)
             self._processes.append(process)
-        self.num_ranks = num_ranks
+        self.num_ranks, self.target = num_ranks, target
         self.usable = True
 
     def run(self, function: Callable[..., Any], *args: Any, deadline_s: float = DEADLINE_S) -> list:
@@ -154,10 +155,42 @@ class Pool:
         self._rendezvous.cleanup()
 
 
+class Pools:
+    """Pools by target and number of ranks; those used last stay, up to a number of ranks.
+
+    A rank with a CUDA context holds half a GB of its GPU, and takes seconds to start.
+    """
+
+    def __init__(self, most_ranks: int = 16) -> None:
+        self._most_ranks = most_ranks
+        self._alive: dict[tuple[Target, int], Pool] = {}  # the last used one is the last
+
+    def of(self, target: Target, num_ranks: int) -> Pool:
+        """A pool of these ranks that is usable."""
+        key = target, num_ranks
+        pool = self._alive.pop(key, None)
+        if pool is not None and not pool.usable:
+            pool.kill()
+            pool = None
+        if pool is None:
+            while self._alive and self._num_ranks() + num_ranks > self._most_ranks:
+                self._alive.pop(next(iter(self._alive))).close()
+            pool = Pool(num_ranks, target)
+        self._alive[key] = pool
+        return pool
+
+    def _num_ranks(self) -> int:
+        return sum(num_ranks for _, num_ranks in self._alive)
+
+    def close(self) -> None:
+        while self._alive:
+            self._alive.popitem()[1].close()
+
+
 def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, store: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    device = rank_device(rank, "cpu" if target.device == "cpu" else "auto")
+    device = target.rank_device(rank, num_ranks)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
@@ -167,7 +200,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
         world_size=num_ranks,
         timeout=timedelta(seconds=DEADLINE_S),
     )
-    me = Rank(rank, num_ranks, device, target.backend)
+    me = Rank(rank, num_ranks, device, target)
     while True:
         try:
             function, args = _unpack(connection.recv_bytes())

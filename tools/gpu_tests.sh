@@ -1,63 +1,92 @@
 #!/usr/bin/env bash
-# The whole GPU suite in groups, one line of results for each; needs pytest-xdist.
+# All tests that need a GPU, in groups; one line of results for each. Needs pytest-xdist.
 #
-#   tools/gpu_tests.sh one    each test with one visible GPU; a second GPU, if there is one, takes half of the groups
-#   tools/gpu_tests.sh two    with two visible GPUs, memcheck beside them
+#   tools/gpu_tests.sh one [group ...]    with one visible GPU
+#   tools/gpu_tests.sh two [group ...]    with two
 #
-# Ranks that share a GPU take turns, so more workers than these make it slower. Tests that read a GPU's free memory run alone.
+# Groups, in their order (all of them unless some are named):
+#
+#   shared     what can share a GPU, on several workers
+#   exclusive  what reads a GPU's free memory or depends on the load: one test after the other
+#   memcheck   compute-sanitizer over two ranks of `hybrid-ep check`; only where it is named
+#
+# Environment: CUDA_VISIBLE_DEVICES (its first one or two are used), LOGS (build/gpu_tests), WORKERS (5),
+# MPS=1 (an MPS daemon lets ranks that share a GPU run at once; what kills ranks then runs without it,
+# as the group `breaking`), and PYTEST (more arguments, such as "-k handles").
 set -u
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-logs=${LOGS:-build/gpu_tests}
-mkdir -p "$logs"
 
-group() { # name, pytest's arguments
-    local name=$1 start=$SECONDS
-    shift
-    python3 -m pytest -q -ra -p no:cacheprovider "$@" >"$logs/$name.log" 2>&1
-    local rc=$?
-    echo "$name: rc $rc, $((SECONDS - start)) s, $(tail -1 "$logs/$name.log")"
-    grep -E '^(FAILED|ERROR) ' "$logs/$name.log" | cut -c1-200
-    return $rc
-}
-alone="tests/gpu/test_memory.py tests/gpu/test_conditions.py"
-without_alone="--ignore tests/gpu/test_memory.py --ignore tests/gpu/test_conditions.py"
-many="4x1 or 3x2 or 2x4" # shapes of several nodes with most ranks
-
-nvlink() {
-    export CUDA_VISIBLE_DEVICES=$1
-    group nvlink_alone $alone
-    group nvlink tests/gpu $without_alone -n 5
-    group nvshmem_many_ranks tests/nvshmem/test_verbs.py -n 4 -k "$many"
-}
-nvshmem() {
-    export CUDA_VISIBLE_DEVICES=$1
-    group nvshmem_faults tests/nvshmem/test_faults.py tests/nvshmem/test_conditions.py -n 3
-    group nvshmem tests/nvshmem -n 5 --ignore tests/nvshmem/test_faults.py \
-        --ignore tests/nvshmem/test_conditions.py -k "not (test_verbs and ($many))"
-}
-
+visible=$(tr ',' ' ' <<<"${CUDA_VISIBLE_DEVICES:-0,1}")
 case ${1:-} in
-one)
-    if [ "$(nvidia-smi -L | wc -l)" -gt 1 ]; then
-        nvlink 0 &
-        nvshmem 1 &
-        wait
-    else
-        nvlink 0
-        nvshmem 0
-    fi
-    ;;
-two)
-    export CUDA_VISIBLE_DEVICES=0,1
-    group two_gpus_alone $alone
-    compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
-        python3 -m hybrid_ep check --ranks 2 --backend nvlink >"$logs/memcheck.log" 2>&1
-    echo "memcheck: rc $?, $(grep -c 'ERROR SUMMARY: 0 errors' "$logs/memcheck.log") clean, $(tail -3 "$logs/memcheck.log" | grep passed)"
-    group two_gpus_nvlink tests/gpu $without_alone -n 5
-    group two_gpus_nvshmem tests/nvshmem -n 5
-    ;;
+one) CUDA_VISIBLE_DEVICES=$(cut -d' ' -f1 <<<"$visible") ;;
+two) CUDA_VISIBLE_DEVICES=$(cut -d' ' -f1,2 <<<"$visible" | tr ' ' ',') ;;
 *)
-    echo "usage: tools/gpu_tests.sh one|two" >&2
+    sed -n '2,/^set/s/^# \{0,1\}//p' "${BASH_SOURCE[0]}" >&2
     exit 2
     ;;
 esac
+export CUDA_VISIBLE_DEVICES
+mode=$1
+shift
+mps=${MPS:-}
+groups=("$@")
+[ $# -gt 0 ] || groups=(shared ${mps:+breaking} exclusive)
+
+logs=${LOGS:-build/gpu_tests}/$mode
+mkdir -p "$logs"
+logs=$(cd "$logs" && pwd)
+workers=(-n "${WORKERS:-5}" --dist worksteal)
+failed=0
+
+report() { # name, seconds at its start, its exit code, what is to say
+    echo "$1: rc $3, $((SECONDS - $2)) s, $4"
+    [ "$3" -eq 0 ] || failed=1
+}
+
+pytest_group() { # name, pytest's arguments
+    local name=$1 start=$SECONDS log=$logs/$1.log
+    shift
+    # shellcheck disable=SC2086
+    python3 -m pytest -q -ra -p no:cacheprovider --durations=40 "$@" ${PYTEST:-} >"$log" 2>&1
+    report "$name" "$start" $? "$(tail -1 "$log")"
+    grep -E '^(FAILED|ERROR) ' "$log" | cut -c1-200
+}
+
+start_mps() {
+    export CUDA_MPS_PIPE_DIRECTORY=$logs/mps CUDA_MPS_LOG_DIRECTORY=$logs/mps_log
+    mkdir -p "$CUDA_MPS_PIPE_DIRECTORY" "$CUDA_MPS_LOG_DIRECTORY"
+    nvidia-cuda-mps-control -d
+}
+
+stop_mps() {
+    echo quit | nvidia-cuda-mps-control
+    unset CUDA_MPS_PIPE_DIRECTORY CUDA_MPS_LOG_DIRECTORY
+}
+
+for group in "${groups[@]}"; do
+    case $group in
+    shared)
+        if [ -n "$mps" ]; then
+            start_mps
+            pytest_group shared -m "gpu and not exclusive and not breaks_ranks" "${workers[@]}"
+            stop_mps
+        else
+            pytest_group shared -m "gpu and not exclusive" "${workers[@]}"
+        fi
+        ;;
+    breaking) pytest_group breaking -m "gpu and not exclusive and breaks_ranks" "${workers[@]}" ;;
+    exclusive) pytest_group exclusive -m "gpu and exclusive" ;;
+    memcheck)
+        start=$SECONDS
+        compute-sanitizer --tool memcheck --target-processes all --error-exitcode 1 \
+            python3 -m hybrid_ep check --ranks 2 --backend nvlink >"$logs/memcheck.log" 2>&1
+        report memcheck "$start" $? "$(tail -3 "$logs/memcheck.log" | grep passed)"
+        ;;
+    *)
+        echo "no such group: $group" >&2
+        exit 2
+        ;;
+    esac
+done
+echo "all: $SECONDS s"
+exit $failed

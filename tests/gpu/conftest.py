@@ -1,20 +1,5 @@
-"""Every test of this folder runs on GPUs with the nvlink backend."""
+"""What exists only on GPUs: the kernels, their memory, streams and graphs."""
 
-from pathlib import Path
+from tests import targets
 
-import pytest
-
-from tests.launch import Target
-
-FOLDER = Path(__file__).parent
-
-
-@pytest.fixture(scope="session")
-def target() -> Target:
-    return Target("nvlink", "cuda")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if FOLDER in item.path.parents:
-            item.add_marker(pytest.mark.gpu)
+pytest_generate_tests = targets.each_of(targets.KERNELS)

@@ -3,7 +3,10 @@
 import pytest
 import torch
 
-from tests.ranks import conditions
+from tests.ranks import conditions, mistakes
+
+one_node = pytest.mark.not_on("nodes", why="the copy engine publishes on one node alone")
+of_the_gpu = pytest.mark.not_on("nodes", why="the memory is of NVSHMEM's heap, which keeps it")
 
 REFUSED = {
     "a wider dispatch": "bytes of a row, its scales and weights must be at most",
@@ -35,6 +38,7 @@ def test_out_of_memory_between_the_parts_of_an_exact_dispatch(world, num_ranks):
         assert seen["values"] == [[2.0], [3.0], [1.0]]
 
 
+@pytest.mark.exclusive
 def test_interrupt_while_an_exact_dispatch_waits(world):
     first, *_ = results = world(2).run(conditions.interrupted_while_it_waits_for_the_size)
     assert first["raised"] == "KeyboardInterrupt"
@@ -43,8 +47,8 @@ def test_interrupt_while_an_exact_dispatch_waits(world):
 
 
 @pytest.mark.parametrize("verb", ("pull", "dispatch", "combine"))
-def test_a_launch_that_fails_ends_the_buffer_and_peers_hear_who_failed(fresh_world, verb):
-    first, last = fresh_world(2).run(conditions.a_launch_fails, verb)
+def test_a_launch_that_fails_ends_the_buffer_and_peers_hear_who_failed(world, verb):
+    first, last = world(2).run(conditions.a_launch_fails, verb)
     assert last["raised"] == "RuntimeError: kernel launch: out of memory"
     for text in last["later"]:
         assert "an earlier call failed half way (RuntimeError: kernel launch: out of" in text
@@ -72,11 +76,14 @@ def test_two_buffers_of_100_sms_launched_in_opposite_order(world):
     world(2).run(conditions.buffers_in_opposite_order, 10)
 
 
+@one_node
 @pytest.mark.parametrize("num_sms", (4, 16, 32, 48))
 def test_tokens_published_while_the_routing_waits_for_a_late_peer(world, num_sms):
     world(2).run(conditions.routing_that_ends_late, num_sms, 12)
 
 
+@of_the_gpu
+@pytest.mark.exclusive
 @pytest.mark.parametrize("where", ("Runtime", "open_peers"))
 def test_a_construction_that_fails_on_one_rank_loses_no_memory(fresh_world, where):
     for seen in fresh_world(2).run(conditions.constructions_that_fail, where, 4):
@@ -84,12 +91,16 @@ def test_a_construction_that_fails_on_one_rank_loses_no_memory(fresh_world, wher
         assert seen["held"][-1] - seen["held"][0] < seen["symmetric"] // 2, seen["held"]
 
 
+@of_the_gpu
+@pytest.mark.exclusive
 def test_a_restore_that_fails_on_one_rank_loses_no_memory(fresh_world):
     for seen in fresh_world(2).run(conditions.restores_that_fail, 4):
         assert all("rank 1: no memory left" in text for text in seen["texts"])
         assert seen["held"][-1] - seen["held"][0] < seen["symmetric"] // 2, seen["held"]
 
 
+@of_the_gpu
+@pytest.mark.exclusive
 def test_the_memory_that_a_dead_peer_mapped_is_given_back(fresh_world):
     outcomes = fresh_world(2).outcomes(conditions.a_peer_died, "")
     assert outcomes[1].exit_code == -9
@@ -100,6 +111,8 @@ def test_the_memory_that_a_dead_peer_mapped_is_given_back(fresh_world):
     assert seen["freed"] > (parts - 0.5) * seen["symmetric"], seen
 
 
+@of_the_gpu
+@pytest.mark.exclusive
 def test_ranks_that_destroy_one_after_the_other_lose_no_memory(fresh_world):
     for seen in fresh_world(2).run(conditions.closed_one_after_the_other):
         assert seen["after"] - seen["before"] < seen["symmetric"], seen
@@ -115,3 +128,9 @@ def test_a_fault_that_warps_of_a_block_see_at_different_times(fresh_world):
     assert len(texts) == 12
     for text in texts:
         assert text.startswith("PeerError: rank 0 waited for rank 1 in "), text
+
+
+def test_expert_out_of_range(world):
+    (text,) = world(1).run(mistakes.expert_out_of_range)
+    assert "topk_idx must lie in [-1, num_experts=" in text
+    assert "at token 3, slot 1" in text

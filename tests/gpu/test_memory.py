@@ -5,9 +5,12 @@ import torch
 
 from hybrid_ep.nvlink_sizes import symmetric_regions
 from tests.cases import Case
-from tests.cpu.test_memory import check_the_same_afterwards
 from tests.ranks import memory
 
+pytestmark = [
+    pytest.mark.exclusive,
+    pytest.mark.not_on("nodes", why="NVSHMEM keeps what its heap has grown to"),
+]
 # tens of MB of symmetric memory: allocations are rounded to 2 MiB
 CASE = Case("release", tokens=(1000, 771), max_tokens=4096, topk=4, hidden=1024)
 
@@ -27,10 +30,9 @@ def symmetric_bytes(case: Case) -> int:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_slime_release_and_restore(world, num_ranks):
+def test_slime_release_gives_back_and_restore_takes(world, num_ranks):
     case = CASE.on(num_ranks)
     results = world(num_ranks).run(memory.release_and_restore, case)
-    check_the_same_afterwards(results)
     ranks_of_a_gpu = -(-num_ranks // torch.cuda.device_count())
     ours = symmetric_bytes(case) * ranks_of_a_gpu
     for got in results:

@@ -5,6 +5,8 @@ import pytest
 from hybrid_ep import Config
 from tests.ranks import sizes
 
+pytestmark = pytest.mark.not_on("nodes", why="test_any_window of test_nodes.py has its sizes")
+
 
 @pytest.mark.parametrize("tokens", [128, 4095, 8192, 16384])
 def test_DeepEP_294_any_number_of_tokens(world, tokens):

@@ -210,13 +210,22 @@ def from_disk(me: Rank, case: Case, cache: str) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def inductor(cache: str) -> Iterator[None]:
-    """Inductor with its cache in a folder of the test's, in this process alone."""
-    torch._dynamo.reset()
+def cheap_inductor(cache: str) -> Iterator[None]:
+    """Torch's compile caches, which do not notice changes of our code, in a folder of the test's.
+
+    Compiled in this process, and scalar on the CPU: the first graph then costs 7 s instead of 15.
+    """
+    cheap = {"compile_threads": 1, "cpp.vec_isa_ok": False}
     with (
         mock.patch.dict(os.environ, {"TORCHINDUCTOR_CACHE_DIR": cache}),
-        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
-        # in this process, and scalar: the first graph then costs 7 s instead of 15
-        torch._inductor.config.patch({"compile_threads": 1, "cpp.vec_isa_ok": False}),
+        torch._inductor.config.patch(cheap),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def inductor(cache: str) -> Iterator[None]:
+    """That, and sizes that an op decides are captured; nothing compiled earlier is known."""
+    torch._dynamo.reset()
+    with cheap_inductor(cache), torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         yield

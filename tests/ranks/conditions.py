@@ -304,8 +304,10 @@ def buffers_in_opposite_order(me: Rank, rounds: int) -> None:
     case = Case("opposite", tokens=(2048,), topk=2, hidden=2048)
     config = Config(num_sms_dispatch=100, num_sms_combine=100, num_sms_publish=100, timeout_s=20)
     made = []
+    # one node: across nodes, calls of several Buffers must have the same order on all ranks
+    sizes = {**case.sizes(), "ranks_per_node": me.num_ranks}
     for seed in (1, 2):
-        buffer = me.buffer(**case.sizes(), config=config)
+        buffer = me.buffer(**sizes, config=config)
         inputs = replace(case, seed=seed).inputs(me.rank)
         out = send(me, buffer, inputs)
         y = hybrid_ep.combine(buffer, out.rows, out.handle)

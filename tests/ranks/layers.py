@@ -51,20 +51,24 @@ def copied(me: Rank, case: Case) -> tuple[Tensor, Tensor]:
 
 
 def moe(me: Rank, case: Case, max_rows: int | None, weighted_by: str) -> dict[str, Tensor]:
-    """Gradients of the layer; the gate multiplies in combine or in the experts' rows."""
+    """Gradients of the layer in the target's widest dtype; ``weighted_by``: who has the gate."""
     buffer = me.buffer(**case.sizes())
-    x = token_values(case, me.rank, "x").requires_grad_()
     inputs = case.inputs(me.rank)
-    gate = inputs.weights.double().requires_grad_()
     first = me.rank * case.experts_per_rank
-    weights = expert_weights(case)[first : first + case.experts_per_rank].requires_grad_()
-    out = hybrid_ep.dispatch(buffer, x, inputs.topk_idx, gate, max_rows=max_rows, align=case.align)
+    leaves = (
+        token_values(case, me.rank, "x"),
+        inputs.weights,
+        expert_weights(case)[first : first + case.experts_per_rank],
+    )
+    x, gate, weights = (t.to(me.device, me.target.widest).requires_grad_() for t in leaves)
+    topk_idx = inputs.topk_idx.to(me.device)
+    out = hybrid_ep.dispatch(buffer, x, topk_idx, gate, max_rows=max_rows, align=case.align)
     rows = experts(out.rows, out.offsets, weights)
     if weighted_by == "combine":
         y = hybrid_ep.combine(buffer, rows, out.handle, weights=out.weights)
     else:
         y = hybrid_ep.combine(buffer, rows * out.weights.unsqueeze(1), out.handle)
-    y.backward(token_values(case, me.rank, "grad y"))
+    y.backward(token_values(case, me.rank, "grad y").to(y))
     buffer.destroy()
     return {"y": y, "x": x.grad, "gate": gate.grad, "experts": weights.grad}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -117,10 +118,10 @@ def release_many_times(me: Rank, case: Case, rounds: int) -> list[int]:
 def release_after_a_failure(me: Rank, case: Case) -> list[str]:
     """Rank 0 keeps a failure that the others know nothing of; each release tells them."""
     buffer = me.buffer(**case.sizes())
-    if me.rank == 0:
-        facts = {"rank": 0, "peer": 1, "phase": "combine", "call": 7}
-        buffer.verbs._exchange.failure = hybrid_ep.PeerError(reason="made up", **facts)
-    texts = [what_it_raises(buffer.release) for _ in range(3)]
+    facts = {"rank": 0, "peer": 1, "phase": "combine", "call": 7}
+    failure = hybrid_ep.PeerError(reason="made up", **facts) if me.rank == 0 else None
+    with mock.patch.object(buffer.verbs, "check", side_effect=failure):
+        texts = [what_it_raises(buffer.release) for _ in range(3)]
     assert buffer.gather(me.rank) == list(range(me.num_ranks)), "ranks are out of step"
     buffer.destroy()
     return texts

@@ -181,9 +181,11 @@ def _raised(function: Callable[[], Any]) -> str:
     return ""
 
 
-def build(me: Rank, sizes: dict[str, Any]) -> str:
-    """What building a Buffer of these ranks raises."""
-    return _raised(lambda: me.buffer(**{**CASE.on(me.num_ranks).sizes(), **sizes}))
+def build_on_two_gpus(me: Rank) -> str:
+    """What building a Buffer raises whose ranks are on the first two GPUs in turn."""
+    sizes = CASE.on(me.num_ranks).sizes()
+    device = torch.device("cuda", me.rank % 2)
+    return _raised(lambda: me.buffer(**sizes, device=device))
 
 
 def expert_out_of_range(me: Rank) -> str:
@@ -191,9 +193,11 @@ def expert_out_of_range(me: Rank) -> str:
     call = Call(me)
     topk_idx = CASE.inputs(me.rank).topk_idx.to(me.device)
     topk_idx[3, 1] = CASE.num_experts
+    text = ""
     try:
         call.dispatch(call.x, topk_idx)
         call.buffer.check()
     except ValueError as error:
-        return str(error)
-    return ""
+        text = str(error)
+    call.buffer.destroy()
+    return text

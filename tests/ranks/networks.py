@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from torch import Tensor
-
 from hybrid_ep import Buffer
 from hybrid_ep.backends import kernels, nvshmem
 from tests.cases import Case
@@ -67,16 +65,6 @@ def puts() -> Iterator[None]:
 NETWORKS = {"loopback": loopback, "puts": puts}
 
 
-def dispatch(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:
+def all_verbs(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:
     with NETWORKS[network]():
-        return verbs.dispatch(me, case, max_rows)
-
-
-def combine(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Tensor]:
-    with NETWORKS[network]():
-        return verbs.combine(me, case, max_rows)
-
-
-def gradients(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Tensor]:
-    with NETWORKS[network]():
-        return verbs.gradients(me, case, max_rows)
+        return verbs.all_verbs(me, case, max_rows)

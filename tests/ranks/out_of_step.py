@@ -1,4 +1,4 @@
-"""What goes wrong around the messages of the torch backend, on one rank or on all."""
+"""Calls that do not belong together; what goes wrong around the torch backend's messages."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ Results = dict[str, Tensor]
 def all_verbs(me: Rank, buffer: hybrid_ep.Buffer, case: Case = CASE) -> Results:
     """A dispatch, a replay of it, a combine, and the gradients of both."""
     inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).requires_grad_()
-    weights = inputs.weights.clone().requires_grad_()
-    out = hybrid_ep.dispatch(buffer, x, inputs.topk_idx, weights, scales=inputs.scales)
+    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
+    weights = inputs.weights.to(me.device, copy=True).requires_grad_()
+    topk_idx, scales = inputs.topk_idx.to(me.device), inputs.scales.to(me.device)
+    out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, scales=scales)
     rows = torch.tanh(out.rows)
     y = hybrid_ep.combine(buffer, rows, out.handle, weights=out.weights)
-    grad_x, grad_weights = torch.autograd.grad(
-        y, (x, weights), case.values(me.rank, "grad y", len(y))
-    )
+    grad_y = case.values(me.rank, "grad y", len(y)).to(me.device)
+    grad_x, grad_weights = torch.autograd.grad(y, (x, weights), grad_y)
     again = hybrid_ep.dispatch(buffer, x.detach(), handle=out.handle)
     results = {"rows": out.rows, "weights": out.weights, "scales": out.scales, "y": y}
     results |= {"x": grad_x, "topk_weights": grad_weights, "rows again": again.rows}
@@ -67,6 +67,13 @@ def raised(function: Callable[[], Any]) -> BaseException | None:
     return None
 
 
+def look_for_a_fault(me: Rank, buffer: hybrid_ep.Buffer) -> None:
+    """On a GPU the host need not have waited for the calls."""
+    if me.target.on_gpu:
+        torch.cuda.synchronize()
+    buffer.check()
+
+
 # ---- calls that do not belong together
 
 
@@ -78,18 +85,23 @@ class TwoRoutes:
         self.outs = [self.new_dispatch(seed) for seed in range(2)]
 
     def new_dispatch(self, seed: int, buffer: hybrid_ep.Buffer | None = None) -> Any:
-        inputs = self.case.inputs(self.me.rank)
-        x = self.case.values(self.me.rank, f"x {seed}", len(inputs.x)).requires_grad_()
-        out = hybrid_ep.dispatch(buffer or self.buffer, x, inputs.topk_idx, inputs.weights)
+        inputs, device = self.case.inputs(self.me.rank), self.me.device
+        x = self.case.values(self.me.rank, f"x {seed}", len(inputs.x)).to(device).requires_grad_()
+        topk_idx, weights = inputs.topk_idx.to(device), inputs.weights.to(device)
+        out = hybrid_ep.dispatch(buffer or self.buffer, x, topk_idx, weights)
         self.x = x
         return out
 
     def in_another_order(self, verb: Callable[[Any], None]) -> BaseException | None:
         """The last rank begins with the second route, the others with the first."""
         is_last = self.me.rank == self.me.num_ranks - 1
-        error = raised(
-            lambda: [verb(out) for out in (reversed(self.outs) if is_last else self.outs)]
-        )
+
+        def both() -> None:
+            for out in reversed(self.outs) if is_last else self.outs:
+                verb(out)
+            look_for_a_fault(self.me, self.buffer)
+
+        error = raised(both)
         self.buffer.destroy()
         return error
 
@@ -150,7 +162,7 @@ def mix_dtypes(me: Rank, verb: str) -> str:
         "scales": lambda: call.dispatch(scales=call.scales.to(dtype)),
         "combine": lambda: call.combine(call.rows.to(dtype)),
     }
-    error = raised(calls[verb])
+    error = raised(lambda: (calls[verb](), look_for_a_fault(me, call.buffer)))
     call.buffer.destroy()
     return str(error)
 

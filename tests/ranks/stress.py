@@ -31,20 +31,13 @@ class Call:
     mine: slice
 
 
-def run(
-    me: Rank,
-    num_calls: int,
-    seed: int,
-    longest_delay_s: float,
-    ranks_per_node: int | None = None,
-) -> int:
+def run(me: Rank, num_calls: int, seed: int, longest_delay_s: float) -> int:
     """Dispatch and combine in any legal order; returns the number of rows that were compared."""
     buffer = me.buffer(
         hidden=HIDDEN,
         num_experts=EXPERTS_PER_RANK * me.num_ranks,
         max_tokens=MAX_TOKENS,
         topk=TOPK,
-        ranks_per_node=ranks_per_node,
     )
     plan = random.Random(seed)  # the same on all ranks: what to call
     delays = random.Random(seed * 1000 + me.rank)

@@ -158,13 +158,15 @@ def verbs_under(me: Rank, case: Case, name: str | None, max_rows: int | None) ->
         y.backward(grad)
         again = hybrid_ep.dispatch(buffer, x, topk_weights=gate, handle=out.handle)
         buffer.destroy()
+    layout = out.handle.layout[6:]  # behind the numbers of the Buffer and of the call
     return {
+        # the kernels' layouts have words that nobody writes
+        "layout": layout[:0] if me.target.has_kernels else layout,
         "rows": out.rows,
         "weights": out.weights,
         "scales": out.scales,
         "counts": out.counts,
         "offsets": out.offsets,
-        "layout": out.handle.layout[6:],  # behind the numbers of the Buffer and of the call
         "overflow": out.handle.overflow,
         "y": y,
         "grad of x": x.grad,

@@ -39,10 +39,18 @@ def poison_padding(rows: Tensor, out: hybrid_ep.Dispatched) -> Tensor:
     return rows
 
 
-def dispatch(me: Rank, case: Case, max_rows: int | None) -> dict[str, Any]:
+def all_verbs(me: Rank, case: Case, max_rows: int | None) -> dict[str, dict[str, Any]]:
+    """What each of them gives, on one Buffer; gradients where the case has any."""
     buffer = me.buffer(**case.sizes())
     out = send(me, buffer, case.inputs(me.rank), max_rows=max_rows, align=case.align)
+    results = {"dispatch": of_dispatch(out), "combine": combine(me, buffer, case, out)}
+    if case.has_gradients:
+        results["gradients"] = gradients(me, buffer, case, max_rows)
     buffer.destroy()
+    return results
+
+
+def of_dispatch(out: hybrid_ep.Dispatched) -> dict[str, Any]:
     return {
         "rows": out.rows,
         "weights": out.weights,
@@ -55,22 +63,21 @@ def dispatch(me: Rank, case: Case, max_rows: int | None) -> dict[str, Any]:
     }
 
 
-def combine(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
-    buffer = me.buffer(**case.sizes())
-    out = send(me, buffer, case.inputs(me.rank), max_rows=max_rows, align=case.align)
+def combine(
+    me: Rank, buffer: hybrid_ep.Buffer, case: Case, out: hybrid_ep.Dispatched
+) -> dict[str, Tensor]:
     num_rows = out.rows.shape[0]
     rows = poison_padding(case.values(me.rank, "rows", num_rows), out).to(me.device)
     weights = row_weights(case, me.rank, num_rows).to(me.device)
-    results = {
+    return {
         "plain": hybrid_ep.combine(buffer, rows, out.handle),
         "weighted": hybrid_ep.combine(buffer, rows, out.handle, weights=weights),
     }
-    buffer.destroy()
-    return results
 
 
-def gradients(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
-    buffer = me.buffer(**case.sizes())
+def gradients(
+    me: Rank, buffer: hybrid_ep.Buffer, case: Case, max_rows: int | None
+) -> dict[str, Tensor]:
     inputs = case.inputs(me.rank)
     tokens = inputs.x.shape[0]
     x = case.values(me.rank, "x", tokens).to(me.device).requires_grad_()
@@ -96,7 +103,6 @@ def gradients(me: Rank, case: Case, max_rows: int | None) -> dict[str, Tensor]:
     grad_y = case.values(me.rank, "grad y", tokens).to(me.device)
     (grad_plain,) = torch.autograd.grad(plain, rows, grad_y)
     grad_weighted, grad_row_weights = torch.autograd.grad(weighted, (rows, weights), grad_y)
-    buffer.destroy()
     return {
         "x": x.grad,
         "topk_weights": topk_weights.grad,

@@ -1,0 +1,93 @@
+"""Calls that do not belong together, calls of two threads, deadlines of any length."""
+
+import math
+import threading
+from dataclasses import replace
+
+import pytest
+
+from tests.checks import same_bytes
+from tests.ranks import mistakes, out_of_step
+from tests.ranks.out_of_step import CASE
+
+pytestmark = pytest.mark.not_on(
+    "torch_gpu", why="its messages are gloo's, staged through host memory: faults are torch_cpu's"
+)
+
+WITHOUT_TOKENS = replace(CASE, name="without tokens", tokens=(0,), max_tokens=4)
+MIXED = {
+    "replay": (out_of_step.replay, "dispatch", CASE),
+    "combine": (out_of_step.combine, "combine", CASE),
+    "backward_of_dispatch": (out_of_step.backward_of_dispatch, "combine", CASE),
+    "backward_of_combine": (out_of_step.backward_of_combine, "dispatch", CASE),
+    "replay_without_tokens": (out_of_step.replay, "dispatch", WITHOUT_TOKENS),
+    "combine_without_tokens": (out_of_step.combine, "combine", WITHOUT_TOKENS),
+    "combine_after_a_restore": (out_of_step.combine_after_a_restore, "combine", CASE),
+    "combine_of_another_buffer": (out_of_step.combine_of_another_buffer, "combine", CASE),
+}
+
+
+@pytest.mark.parametrize("verb, phase, case", MIXED.values(), ids=MIXED)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_layouts_of_two_routes_in_another_order_are_a_peer_error(
+    target, world, verb, phase, case, num_ranks
+):
+    told = world(num_ranks).run(out_of_step.mix_routes, verb, case.on(num_ranks))
+    last = num_ranks - 1
+    for rank, (kind, text) in enumerate(told):
+        assert kind == "PeerError", text
+        if target.has_kernels:
+            # each names a rank whose layout is another: the last one, and for that any
+            peers = [last] if rank < last else range(last)
+            starts = [f"rank {rank} waited for rank {peer} in {phase} (call " for peer in peers]
+            assert text.startswith(tuple(starts)), text
+            assert "with another layout: that of route " in text
+        else:
+            peer = last if rank < last else 0
+            assert text.startswith(f"rank {rank} waited for rank {peer} in {phase} (call ")
+            assert "): the peer replays the layout of another route: that of call " in text
+
+
+@pytest.mark.parametrize("verb", ["dispatch", "replay", "scales", "combine"])
+def test_dtypes_of_one_width_are_a_peer_error(target, world, verb):
+    told = world(2).run(out_of_step.mix_dtypes, verb)
+    name = {"scales": "scales", "combine": "rows"}.get(verb, "x")
+    texts = (
+        f"the dtype of {name} is bfloat16 here, float16 there",
+        f"the dtype of {name} is float16 here, bfloat16 there",
+    )
+    for text, part in zip(told, texts, strict=True):
+        if target.has_kernels:
+            assert text.endswith("the peer makes this call with other sizes or dtypes"), text
+        else:
+            assert text.endswith(f"the peer made another call: {part}")
+
+
+def test_a_second_thread_is_refused_in_a_world_of_one(alone):
+    buffer = alone.buffer(**CASE.on(1).sizes())
+    out = mistakes.send(alone, buffer, CASE.on(1).inputs(0))
+    seen = []
+    with buffer.verbs._turn:
+        thread = threading.Thread(
+            target=lambda: seen.append(
+                out_of_step.raised(
+                    lambda: buffer.verbs.combine(
+                        out.rows, None, None, out.handle.layout, num_tokens=out.handle.num_tokens
+                    )
+                )
+            )
+        )
+        thread.start()
+        thread.join()
+    assert str(seen[0]).startswith("another thread is in a call of this Buffer; ")
+
+
+@pytest.mark.parametrize("timeout_s", [1e11, 1.7e308, math.inf])
+def test_a_deadline_of_any_length(world, timeout_s):
+    pool = world(2)
+    expected = pool.run(out_of_step.plain, CASE)
+    results = pool.run(out_of_step.deadline_of_any_length, timeout_s)
+    for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
+        assert got.keys() == want.keys()
+        for name in want:
+            same_bytes(got[name], want[name], f"{name}, rank {rank}")

@@ -1,0 +1,53 @@
+"""The round trip that a network has to pass when ranks are new."""
+
+import pytest
+import torch
+
+from tests.cases import Case
+from tests.ranks import round_trips
+
+SIZES = Case("round trip", num_ranks=3, max_tokens=16).sizes()
+SHAPES = {
+    "one_rank": (1, {}),
+    "three_ranks": (3, {}),
+    "four_ranks": (4, {}),
+    "two_nodes_of_two": (4, {"ranks_per_node": 2}),
+    "fewer_tokens_than_ranks": (3, {"max_tokens": 2}),
+    "top_1": (2, {"topk": 1}),
+    "fp32": (2, {"dtype": torch.float32}),
+    "fp8": (2, {"dtype": torch.float8_e4m3fn}),
+}
+
+
+def sizes_for(num_ranks: int, **changes) -> dict:
+    return {**SIZES, "num_experts": 2 * num_ranks, "ranks_per_node": None, **changes}
+
+
+ONE_NODE = pytest.mark.not_on("nvlink", why="it serves one node")
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "changes"),
+    [
+        pytest.param(*shape, id=name, marks=[ONE_NODE] if "ranks_per_node" in shape[1] else [])
+        for name, shape in SHAPES.items()
+    ],
+)
+def test_what_arrives_is_what_was_sent(world, num_ranks, changes):
+    said = world(num_ranks).run(round_trips.verify, sizes_for(num_ranks, **changes))
+    assert said == [""] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("spoils", "sentence"),
+    [("dispatch", "dispatch from rank 0 to rank 1"), ("combine", "combine from rank 0 to rank 1")],
+)
+def test_every_rank_names_the_pair_whose_bytes_were_spoiled(world, spoils, sentence):
+    said = world(3).run(round_trips.verify, sizes_for(3), spoils)
+    assert said[0] == said[1] == said[2]
+    assert sentence in said[0]
+
+
+def test_once_for_the_same_ranks_and_again_if_one_of_them_is_new(world):
+    counts = world(2).run(round_trips.verify_in_turn, sizes_for(2))
+    assert counts == [[1, 1, 2, 3], [1, 1, 2, 3]]

@@ -1,0 +1,34 @@
+"""What tune decides between times that it measures: whatever it is, every rank decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from hybrid_ep import bench, tune
+from hybrid_ep.tune import Goal
+from tests.launch import Pool, Rank
+
+
+def tune_on_rank(me: Rank, shape: bench.Shape, goal: Goal) -> tune.Tuned:
+    return tune.tune(me.device, shape, goal, backend=me.backend, iters=3, warmup=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_ranks_decide_alike(world: Callable[[int], Pool], dtype: str) -> None:
+    """No setting changes times of the torch backend: noise decides, for all ranks alike."""
+    goal = Goal(max_sms=2, aim="fewest", within=1.5)
+    shape = bench.Shape(8, 256, 4, 2, dtype)
+    first, second = world(2).run(tune_on_rank, shape, goal)
+    assert first == second
+    assert first.complete
+    assert [each.op for each in first.confirmed] == ["dispatch", "combine"]
+    assert {each.op for each in first.measured} == {"dispatch", "combine"}
+    assert [len(each.us) for each in (*first.measured[:1], *first.confirmed)] == [3, 9, 9]
+    for each in first.confirmed:
+        assert each.sms <= 2
+    dispatched, combined = (each.config for each in first.confirmed)
+    assert first.config == combined
+    assert replace(combined, num_sms_combine=dispatched.num_sms_combine) == dispatched
