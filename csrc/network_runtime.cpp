@@ -54,12 +54,19 @@ void NetworkRuntime::attach(const std::vector<uintptr_t>& peers,
     check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
 }
 
+void NetworkRuntime::delay_puts(int most_us) {
+    DeviceGuard guard(config_.device);
+    card_ = std::make_unique<DelayingNetworkCard>(config_.device, most_us, config_.rank);
+    context_.queue = card_->queue();
+}
+
 void NetworkRuntime::destroy() {
     if (calls_ == nullptr) return;
     int before = 0;
     cudaGetDevice(&before);
     cudaSetDevice(config_.device);
     cudaDeviceSynchronize();  // this rank's kernels end within the deadline, whatever peers do
+    card_.reset();
     calls_.reset();
     cudaSetDevice(before);
     cudaGetLastError();

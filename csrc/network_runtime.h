@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "call_state.h"
+#include "delaying_network_card.h"
 #include "kernels/internode.h"
 #include "verbs.h"
 
@@ -44,6 +45,8 @@ class NetworkRuntime {
     // Zeroes my part and takes the addresses of all of my node's, by local rank, and of my rail's,
     // by node (null where the network needs none). No rank may make a call before all are here.
     void attach(const std::vector<uintptr_t>& peers, const std::vector<uintptr_t>& rails);
+    // Has the loopback's puts delayed by up to so many microseconds, and reordered; before attach.
+    void delay_puts(int most_us);
     // Waits for this rank's kernels; the memory is free then. Idempotent.
     void destroy();
 
@@ -76,6 +79,7 @@ class NetworkRuntime {
     NetworkConfig config_;
     kernels::NetworkKernels kernels_;
     kernels::NodeContext context_{};
+    std::unique_ptr<DelayingNetworkCard> card_;  // for tests
     int routing_blocks_;
     kernels::RelayRowsParams rows_{};  // of the dispatch that has begun
     bool is_half_made_ = false;

@@ -76,7 +76,8 @@ PYBIND11_MODULE(_nvshmem, m) {
                      config, loopback ? kernels::kLoopbackKernels : kernels::kNvshmemKernels);
              }),
              py::arg("config"), py::arg("loopback") = false)
-        .def("attach", &NetworkRuntime::attach);
+        .def("attach", &NetworkRuntime::attach)
+        .def("delay_puts", &NetworkRuntime::delay_puts);
     bind_verbs(runtime);
 
     // For tests of the loopback, whose memory is mapped by CUDA IPC.
@@ -106,6 +107,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def(
         "free", [](uintptr_t address) { memory::free_symmetric(to_pointer(address)); },
         py::call_guard<py::gil_scoped_release>());
+    m.def("complete_puts", &memory::complete_puts, py::call_guard<py::gil_scoped_release>());
     m.def("mapped", [](uintptr_t mine, int rank) {
         return to_address(memory::mapped_symmetric(to_pointer(mine), rank));
     });

@@ -38,7 +38,9 @@ struct Mail {
 HYBRID_EP_HD uint64_t flag_value(uint64_t epoch, uint32_t signature) {
     return (epoch << 16) | signature;
 }
-constexpr uint32_t kCopiedSignature = 0;  // of the copy engine's flags
+constexpr uint32_t kCopiedSignature = 0;     // of the copy engine's flags
+constexpr uint32_t kAnySignature = 0x10000;  // of a wait that does not look at it
+constexpr uint64_t kFlagStep = 1ull << 16;   // adds one to the number in a flag
 
 // In device memory. The call counters live here, so that a replayed CUDA graph counts on.
 struct DeviceState {

@@ -16,7 +16,7 @@ from hybrid_ep.nvlink_sizes import (
 )
 
 # kNumKinds of Slot, and kOwnWindows, of csrc/layout/relay_layout.h
-NUM_SLOT_FLAGS, OWN_WINDOWS = 5, 4
+NUM_SLOT_FLAGS, OWN_WINDOWS = 6, 4
 
 
 def relay_regions(
@@ -77,7 +77,7 @@ def relay_regions(
         "push_free_flags": push_slots * 8,
         "pushed_flags": num_nodes * max_tokens * ranks_per_node * 8,
         "summed_flags": num_nodes * max_tokens * 8,
-        "rail_flags": num_nodes * (MAX_CHANNELS + 1) * 8,
+        "rail_flags": num_nodes * (2 * MAX_CHANNELS + 1) * 8,
     }
     return world | {name: round_up(size, REGION_ALIGN) for name, size in windows.items()}
 

@@ -2,7 +2,7 @@
 
 ```
 sender    chunk --network card--> latency --> window at the rail peer
-receiver                                      window --pull over NVLink--> rows
+receiver                                      window --passed on--> --pull over NVLink--> rows
 sender    credit <------------- latency <---- free
 ```
 
@@ -15,11 +15,15 @@ backend does (docs/several_nodes.md), with the rates that it is given:
   as those of a cluster may be, where ranks are late and routing is uneven.
 - A chunk holds records that one node needs; the chunks go to the rail peers in turn. To send one
   takes a credit of that peer, which comes back when all ranks there have pulled the chunk.
+- Records whose tokens follow each other are a run, and each run is one put with a signal. The card
+  starts the next put while bytes of the last are under way, so a chunk takes as long as its bytes
+  or as its puts, whichever is longer. Runs are counted as their expectation over even routing.
+- The owner of a window waits for all runs of a chunk and tells the other ranks of its node.
 - The pull takes chunks in the order of arrival. The node's own tokens are there from the start and
   are pulled in the gaps between chunks (row by row, so they delay none).
 - A link carries its bytes one chunk at a time at its full rate; latency delays, occupies nothing.
-  Neither signals, credits nor the posting of a put take time, so small chunks look better here
-  than they will be. The stores of rows by SMs, routing and the publish copy are left out.
+  Credits take no time of the card. The stores of rows by SMs, routing and the publish copy are
+  left out.
 
 Times are microseconds, rates GB/s (1e9 bytes), both per rank and direction.
 """
@@ -38,6 +42,8 @@ from hybrid_ep.plan import NETWORK_GBS, NVLINK_GBS, Plan
 
 NETWORK_LATENCY_US = 5.0  # assumed: a put with its signal, or a credit, one way
 NVLINK_LATENCY_US = 2.0  # assumed: from the signal to the last bytes of a pull, beside their rate
+PUT_US = 0.1  # assumed: of the card for a put and its signal, however few the bytes
+PASS_ON_US = 2.0  # assumed: until the owner has seen a signal and the other ranks see the owner's
 
 Interval = tuple[float, float]
 Verb = Callable[[int], None]
@@ -59,6 +65,9 @@ class Pipeline:
         nvlink_gbs: rate of NVLink.
         network_latency_us: of a chunk, and again of a credit.
         nvlink_latency_us: of a pull.
+        density: share of the tokens that a peer gets, above 0 and at most 1.
+        put_us: time of the card for a put with its signal.
+        pass_on_us: from the arrival of a chunk to when all ranks of the node know of it.
 
     Raises:
         ValueError: a value breaks a rule.
@@ -75,6 +84,9 @@ class Pipeline:
     nvlink_gbs: float = NVLINK_GBS
     network_latency_us: float = NETWORK_LATENCY_US
     nvlink_latency_us: float = NVLINK_LATENCY_US
+    density: float = 1.0
+    put_us: float = PUT_US
+    pass_on_us: float = PASS_ON_US
 
     def __post_init__(self) -> None:
         check_counts(
@@ -87,7 +99,12 @@ class Pipeline:
         for name in ("network_gbs", "nvlink_gbs"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)!r}")
-        for name in ("pull_bytes", "local_pull_bytes", "network_latency_us", "nvlink_latency_us"):
+        if not 0 < self.density <= 1:
+            raise ValueError(f"density must be above 0 and at most 1, got {self.density!r}")
+        for name in (
+            *("pull_bytes", "local_pull_bytes", "network_latency_us", "nvlink_latency_us"),
+            *("put_us", "pass_on_us"),
+        ):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} must be at least 0, got {getattr(self, name)!r}")
 
@@ -112,8 +129,16 @@ class Pipeline:
         return self.local_pull_bytes / self.nvlink_gbs / 1e3
 
     def send_us(self, num_tokens: int) -> float:
-        """Time that the network card is busy with so many records."""
+        """Time that the network card takes for the bytes of so many records."""
         return num_tokens * self.record_bytes / self.network_gbs / 1e3
+
+    def chunk_us(self, num_tokens: int) -> float:
+        """Time that the network card is busy with a chunk of so many records, by its runs.
+
+        A record begins a run where the token before it does not go to the same node.
+        """
+        runs = 1 + (num_tokens - 1) * (1 - self.density)
+        return max(self.send_us(num_tokens), runs * self.put_us)
 
     def pull_us(self, num_tokens: int) -> float:
         """Time that NVLink is busy with so many records that arrived."""
@@ -173,6 +198,8 @@ def pipeline_of(
     chunk_tokens: int,
     network_latency_us: float = NETWORK_LATENCY_US,
     nvlink_latency_us: float = NVLINK_LATENCY_US,
+    put_us: float = PUT_US,
+    pass_on_us: float = PASS_ON_US,
 ) -> Pipeline:
     """The pipeline of a plan's dispatch with its expected traffic and its rates.
 
@@ -182,6 +209,8 @@ def pipeline_of(
         chunk_tokens: tokens of a chunk.
         network_latency_us: of a chunk, and again of a credit.
         nvlink_latency_us: of a pull.
+        put_us: time of the card for a put with its signal.
+        pass_on_us: from the arrival of a chunk to when all ranks of the node know of it.
 
     Raises:
         ValueError: the plan has one node.
@@ -192,9 +221,10 @@ def pipeline_of(
     rates = {bound.limit: bound.gbs for bound in phase.bounds}
     arriving = phase.network.expected / phase.row_bytes
     local_pull_bytes = phase.nvlink.expected / plan.num_nodes
+    tokens_per_peer = max(1, round(arriving / (plan.num_nodes - 1)))
     return Pipeline(
         num_peers=plan.num_nodes - 1,
-        tokens_per_peer=max(1, round(arriving / (plan.num_nodes - 1))),
+        tokens_per_peer=tokens_per_peer,
         record_bytes=phase.row_bytes,
         pull_bytes=(phase.nvlink.expected - local_pull_bytes) / arriving,
         local_pull_bytes=local_pull_bytes,
@@ -204,6 +234,9 @@ def pipeline_of(
         nvlink_gbs=rates["NVLink"],
         network_latency_us=network_latency_us,
         nvlink_latency_us=nvlink_latency_us,
+        density=min(1.0, tokens_per_peer / plan.max_tokens),
+        put_us=put_us,
+        pass_on_us=pass_on_us,
     )
 
 
@@ -290,13 +323,14 @@ class _Run:
         self._card_busy = True
         self._under_way[peer] += 1
         self.most_under_way = max(self.most_under_way, self._under_way[peer])
-        end = self.now + self.pipeline.send_us(self._tokens(chunk))
+        end = self.now + self.pipeline.chunk_us(self._tokens(chunk))
         self.sends.append((self.now, end))
         self._at(end, self._sent, chunk)
 
     def _sent(self, chunk: int) -> None:
         self._card_busy = False
-        self._at(self.now + self.pipeline.network_latency_us, self._arrive, chunk)
+        way = self.pipeline.network_latency_us + self.pipeline.pass_on_us
+        self._at(self.now + way, self._arrive, chunk)
         self._send_next()
 
     def _arrive(self, chunk: int) -> None:

@@ -12,8 +12,6 @@ from typing import Any
 
 from hybrid_ep.limits import check_counts, round_up
 from hybrid_ep.pipeline_model import (
-    NETWORK_LATENCY_US,
-    NVLINK_LATENCY_US,
     Outcome,
     fewest_credits,
     pipeline_of,
@@ -151,16 +149,14 @@ def simulated_row(
     *,
     chunk_tokens: int,
     credits: int,
-    network_latency_us: float = NETWORK_LATENCY_US,
-    nvlink_latency_us: float = NVLINK_LATENCY_US,
+    **costs: float,
 ) -> SimulatedRow:
     """Simulate the dispatch of a shape on so many nodes; the arguments as in ``pipeline_of``."""
     pipeline = pipeline_of(
         shape.plan(num_nodes),
         credits=credits,
         chunk_tokens=chunk_tokens,
-        network_latency_us=network_latency_us,
-        nvlink_latency_us=nvlink_latency_us,
+        **costs,
     )
     return SimulatedRow(
         num_nodes=num_nodes,

@@ -74,8 +74,7 @@ class Simulation:
     pairs: Sequence[Pair]
     rows: list[SimulatedRow]
     chunk_sweep: list[SimulatedRow]
-    network_latency_us: float
-    nvlink_latency_us: float
+    costs: dict[str, float]  # arguments of pipeline_of, in us
 
     @classmethod
     def of(
@@ -84,16 +83,11 @@ class Simulation:
         *,
         chunk_tokens: int,
         credits: int,
-        network_latency_us: float,
-        nvlink_latency_us: float,
+        **costs: float,
     ) -> Simulation:
         """Simulate these shapes; a node limit that does not bind is left out."""
-        latencies = {
-            "network_latency_us": network_latency_us,
-            "nvlink_latency_us": nvlink_latency_us,
-        }
         rows = [
-            simulated_row(shape, nodes, chunk_tokens=chunk_tokens, credits=credits, **latencies)
+            simulated_row(shape, nodes, chunk_tokens=chunk_tokens, credits=credits, **costs)
             for pair in pairs
             for shape in pair
             for nodes in SIMULATED_NODES
@@ -101,17 +95,16 @@ class Simulation:
         ]
         sweep = [
             simulated_row(
-                pairs[0][0], SIMULATED_NODES[0], chunk_tokens=tokens, credits=credits, **latencies
+                pairs[0][0], SIMULATED_NODES[0], chunk_tokens=tokens, credits=credits, **costs
             )
             for tokens in CHUNK_SWEEP
         ]
-        return cls(pairs, rows, sweep, network_latency_us, nvlink_latency_us)
+        return cls(pairs, rows, sweep, costs)
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
         return {
-            "network_latency_us": self.network_latency_us,
-            "nvlink_latency_us": self.nvlink_latency_us,
+            **self.costs,
             "rows": [row.as_dict() for row in self.rows],
             "chunk_sweep": [row.as_dict() for row in self.chunk_sweep],
         }
@@ -121,8 +114,10 @@ class Simulation:
         shape, first = self.pairs[0][0], self.rows[0]
         print(
             f"dispatch across nodes, simulated: nodes of {shape.ranks_per_node}, {_shape(shape)},\n"
-            f"network {shape.network_gbs:g} GB/s and {self.network_latency_us:g} us, NVLink "
-            f"{shape.nvlink_gbs:g} GB/s and {self.nvlink_latency_us:g} us (latencies assumed). "
+            f"network {shape.network_gbs:g} GB/s and {self.costs['network_latency_us']:g} us, "
+            f"NVLink {shape.nvlink_gbs:g} GB/s and {self.costs['nvlink_latency_us']:g} us, "
+            f"{self.costs['put_us']:g} us of the card per put and signal,\n"
+            f"{self.costs['pass_on_us']:g} us to pass an arrival on (these times are assumed). "
             "A token on its way holds its\nplace at the rail peer until it is pulled there. "
             "Overlap: the share of the shorter side's work that\nhides behind the longer side's. "
             "Credits: chunks under way to a rail peer; needed: the fewest that\nreach 98 % of the "
@@ -142,10 +137,7 @@ class Simulation:
             ("tokens", "time", "overlap", "credits needed", "their windows, a peer"),
             [_sweep(row) for row in self.chunk_sweep],
         )
-        print(
-            "Posting and signalling a chunk cost nothing here, so small chunks look better than "
-            f"they will be.\n{STATUS}\n"
-        )
+        print(f"{STATUS}\n")
 
 
 def _print_scaling(table: list[ScalingRow]) -> None:

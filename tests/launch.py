@@ -27,6 +27,9 @@ import hybrid_ep
 from tests.targets import Target
 
 DEADLINE_S = 60.0
+NETWORK = (
+    "HYBRID_EP_TEST_NETWORK"  # takes all tests of several nodes to one of tests/ranks/networks.py
+)
 PATIENCE = hybrid_ep.Config(timeout_s=20)  # a hang shows before the deadline
 
 
@@ -189,6 +192,10 @@ class Pools:
 
 def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, store: str) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if target.nodes == "several" and (network := os.environ.get(NETWORK)):
+        from tests.ranks.networks import NETWORKS
+
+        NETWORKS[network]().__enter__()
     torch.set_num_threads(1)
     device = target.rank_device(rank, num_ranks)
     if device.type == "cuda":

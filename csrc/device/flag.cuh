@@ -148,11 +148,17 @@ __device__ inline bool wait_flag(const uint64_t* flag, uint64_t epoch, uint32_t 
         }
         seen = ptx::load_acquire(flag);
     }
-    if ((seen >> 16) == epoch && (seen & 0xFFFF) != signature) {
+    if (signature != kAnySignature && (seen >> 16) == epoch && (seen & 0xFFFF) != signature) {
         report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, seen);
         return false;
     }
     return true;
+}
+
+// What each of several puts adds to a flag when it has arrived: together one to the number in the
+// flag, in whatever order they arrive. `nth` counts from 0.
+__device__ __forceinline__ uint64_t share_of_step(int nth, bool is_last) {
+    return is_last ? kFlagStep - nth : 1;
 }
 
 // The whole block waits for `channels` flags of every rank. False, for all threads: give up.

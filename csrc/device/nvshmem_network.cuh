@@ -23,29 +23,28 @@ class NvshmemNetwork {
     }
 
     // The whole block or warp. Returns before the bytes have arrived; `from` is symmetric memory
-    // and must not change until the peer has said that it is done with them.
-    __device__ void put_block(void* to, const void* from, size_t bytes, int rank) const {
-        nvshmemx_putmem_nbi_block(to, from, bytes, rank);
+    // and must not change until the peer has said that it is done with them. The signal comes
+    // behind these bytes, whatever else is under way.
+    __device__ void put_block(void* to, const void* from, size_t bytes, int rank,
+                              kernels::Signal signal) const {
+        nvshmemx_putmem_signal_nbi_block(to, from, bytes, signal.flag, signal.value,
+                                         operation(signal), rank);
     }
-    // Then, where `flag` is not null, sets it at the peer: behind these bytes, but not behind those
-    // of earlier puts.
-    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank, uint64_t* flag,
-                             uint64_t value) const {
-        if (flag == nullptr) {
-            nvshmemx_putmem_nbi_warp(to, from, bytes, rank);
-        } else {
-            nvshmemx_putmem_signal_nbi_warp(to, from, bytes, flag, value, NVSHMEM_SIGNAL_SET, rank);
-        }
+    __device__ void put_warp(void* to, const void* from, size_t bytes, int rank,
+                             kernels::Signal signal) const {
+        nvshmemx_putmem_signal_nbi_warp(to, from, bytes, signal.flag, signal.value,
+                                        operation(signal), rank);
     }
-    // One thread: what its block or warp has put before arrives before what comes after. Over IBGDA
-    // it waits until the queues are empty.
-    __device__ void fence() const { nvshmem_fence(); }
-    // One thread.
-    __device__ void signal(uint64_t* flag, uint64_t value, int rank) const {
-        nvshmemx_signal_op(flag, value, NVSHMEM_SIGNAL_SET, rank);
+    // One thread: a signal by itself, ordered behind nothing.
+    __device__ void signal(kernels::Signal signal, int rank) const {
+        nvshmemx_signal_op(signal.flag, signal.value, operation(signal), rank);
     }
 
   private:
+    static __device__ int operation(kernels::Signal signal) {
+        return signal.adds ? NVSHMEM_SIGNAL_ADD : NVSHMEM_SIGNAL_SET;
+    }
+
     bool uses_mapped_;
 };
 

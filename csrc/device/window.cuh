@@ -26,17 +26,16 @@ enum class Patience : int { kForPeer = 2, kForOthers = 3 };  // halves of the de
 struct Wait {
     const uint64_t* flag;
     uint64_t reached;
-    uint32_t signature;  // kAny: not looked at
-    int window;          // slots, if the flag counts uses of one of them; or kCalls, kReads
-    int channel;         // the slot, or what else tells the flag from others of the peer
+    uint32_t signature;
+    int window;   // slots, if the flag counts uses of one of them; or what it counts
+    int channel;  // the slot, or what else tells the flag from others of the peer
     Phase phase;
     int peer;
     uint64_t call;
     Patience patience;
     const uint64_t* verdict;  // whom the peer waited for in vain; null: it waits for nobody
 
-    static constexpr uint32_t kAny = 0x10000;
-    static constexpr int kCalls = 0, kReads = -1;
+    static constexpr int kCalls = 0, kReads = -1, kEveryOtherCall = -2;
 };
 
 enum class Look { kNotYet, kThere, kFailed };
@@ -46,7 +45,7 @@ enum class Look { kNotYet, kThere, kFailed };
 __device__ inline Look look(const NodeContext& context, const Wait& wait) {
     const uint64_t seen = ptx::load_acquire(wait.flag);
     if ((seen >> 16) < wait.reached) return Look::kNotYet;
-    if (wait.signature == Wait::kAny || (seen >> 16) > wait.reached ||
+    if (wait.signature == kAnySignature || (seen >> 16) > wait.reached ||
         (seen & 0xFFFF) == wait.signature) {
         return Look::kThere;
     }
@@ -62,12 +61,12 @@ class Deadline {
 
     // False: give up, `wait` has been reported or another thread had cause to.
     __device__ bool go_on(const Wait& wait) {
-        if (++polls_ % 64 != 0) return true;
+        if (++polls_ % kPollsPerClock != 0) return true;
         const Watch& watch = context_.world.watch;
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
-        if (polls_ % kPollsPerLook == 0 &&
+        if (polls_ % (kPollsPerLook / 64 * kPollsPerClock) == 0 &&
             will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) {
             return false;
         }
@@ -82,13 +81,21 @@ class Deadline {
     __device__ void restart() { polls_ = 0, start_ = 0; }
 
   private:
+    static constexpr uint32_t kPollsPerClock = 61;  // prime: each of several waits has its turn
+
     // That the flag tells of.
     __device__ uint64_t last_call(const Wait& wait) const {
         const uint64_t seen = ptx::load_acquire(wait.flag) >> 16;
-        return wait.window == Wait::kCalls ? seen
-               : wait.window == Wait::kReads
-                   ? wait.call - 1
-                   : context_.relay.call_of({wait.channel, seen}, wait.window);
+        switch (wait.window) {
+            case Wait::kCalls:
+                return seen;
+            case Wait::kReads:
+                return wait.call - 1;
+            case Wait::kEveryOtherCall:
+                return seen == 0 ? 0 : 2 * seen - wait.call % 2;
+            default:
+                return context_.relay.call_of({wait.channel, seen}, wait.window);
+        }
     }
 
     const NodeContext& context_;
@@ -104,7 +111,7 @@ __device__ void announce_to_rail(const NodeContext& context, const Network& netw
         context.relay.world.announced(context.world.rank, layout::verb_of(announcement));
     for (int node = lane_id(); node < context.relay.num_nodes; node += kWarp) {
         if (node == context.node) continue;
-        network.signal(context.flag_at(mine), announcement, context.rail_peer(node));
+        network.signal({context.flag_at(mine), announcement}, context.rail_peer(node));
     }
 }
 
@@ -117,7 +124,7 @@ __device__ void tell_verdict(const NodeContext& context, const Network& network)
     uint64_t* verdict = context.flag_at(context.relay.verdict_flag(context.node));
     for (int node = 0; node < context.relay.num_nodes; ++node) {
         if (node == context.node) continue;
-        network.signal(verdict, uint64_t(fault->peer + 1) << 16, context.rail_peer(node));
+        network.signal({verdict, uint64_t(fault->peer + 1) << 16}, context.rail_peer(node));
     }
 }
 

@@ -3,13 +3,25 @@
 
 #include "kernels/kernels.h"
 #include "layout/relay_layout.h"
+#include "put_queue.h"
 
 namespace hybrid_ep::kernels {
+
+// What a put does to a flag of the peer once its bytes are there. Puts are not ordered among each
+// other: whoever waits for several of them waits for a flag that each adds to.
+struct Signal {
+    uint64_t* flag;  // named by its place in my memory
+    uint64_t value;
+    bool adds;  // to the flag; else sets it
+};
 
 // What every kernel of several nodes knows.
 struct NodeContext {
     Context world;  // of all ranks; its peers are those of my node
-    Peers rails;    // of all nodes, for a network of plain stores (device/loopback_network.cuh)
+    // For a network without cards (device/loopback_network.cuh): all nodes of my rail, and where
+    // puts are posted to a thread.
+    Peers rails;
+    PutQueue queue;
     int node, local_rank;
     bool uses_mapped;  // a rail peer's memory is used where it is mapped; else all is put
     layout::RelayLayout relay;

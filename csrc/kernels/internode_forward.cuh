@@ -91,8 +91,8 @@ class Forward {
             if (good) {
                 s_.free_pushed(pushed);
                 const layout::SlotUse home = s_.slot_use(chunk.n);
-                network_.signal(c.flag_at(c.relay.flag(Slot::kNothing, c.node, home.slot)),
-                                flag_value(home.use, s_.record().signature()),
+                network_.signal({c.flag_at(c.relay.flag(Slot::kNothing, c.node, home.slot)),
+                                 flag_value(home.use, s_.record().signature())},
                                 c.rail_peer(chunk.node));
             }
         }
@@ -125,7 +125,7 @@ class Forward {
         network_.put_warp(c.at(c.relay.home_sum(c.node, slot, place)),
                           c.at(c.relay.outgoing_sum(note.owner, slot, place)), s_.record().bytes(),
                           c.rail_peer(note.owner),
-                          c.flag_at(c.relay.summed_flag(c.node, note.token)), s_.value());
+                          {c.flag_at(c.relay.summed_flag(c.node, note.token)), s_.value()});
     }
 
     const SumsCall& s_;

@@ -41,9 +41,13 @@ class Home {
         const Stopwatch waiting(c.world.trace);
         if (!await_nodes(token, is_token, s_.slot_use(chunk))) return false;
         const uint32_t readers = is_token ? s_.readers(c.node, token) : 0;
+        if (!await_turn(chunk)) return false;
         if (!all_lanes(s_.await_pushed(c.node, token, readers))) return false;
         if (lane_id() == 0) waiting.note(Span::kAwaitSums, s_.call);
-        if (tokens == 0) return sum_nothing(chunk);
+        if (tokens == 0) {  // a chunk beyond my tokens
+            if (lane_id() == 0) s_.free_home(network_, chunk);
+            return true;
+        }
         if (is_token && s_.p.summed.values != nullptr) take_values(token, chunk);
         for (uint32_t left = tokens; left != 0;) {
             const int nth = __popc(left & lanes_below());
@@ -100,12 +104,12 @@ class Home {
         return all_lanes(good);
     }
 
-    // A chunk beyond my tokens.
-    __device__ bool sum_nothing(int chunk) const {
+    // Until the push slot's use before has ended. Those who push wait for it too, but nobody may:
+    // of a chunk of padding there is nothing to push, and it must not free what is still in use.
+    __device__ bool await_turn(int chunk) const {
         bool good = true;
         if (lane_id() == 0) {
             good = await(s_.c, s_.until_push_free(s_.push_slot(s_.c.node, chunk), s_.c.local_rank));
-            if (good) s_.free_home(network_, chunk);
         }
         return all_lanes(good);
     }

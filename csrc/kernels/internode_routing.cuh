@@ -44,20 +44,12 @@ __device__ void spread_chunk(const SpreadRoutingParams& p, const Network& networ
     __syncthreads();
     const int bytes = kChunkTokens * b.topk * 2;
     char* experts = c.at(b.experts_of(epoch, c.world.rank) + int64_t(chunk) * bytes);
+    const bool is_last = chunk + gridDim.x >= b.num_chunks;  // of this block
+    const Signal arrived{c.flag_at(c.relay.route_flag(c.node, blockIdx.x, epoch)),
+                         share_of_step(chunk / gridDim.x, is_last), true};
     for (int step = 1; step < c.relay.num_nodes; ++step) {
         const int node = (c.node + step) % c.relay.num_nodes;
-        network.put_block(experts, experts, bytes, c.rail_peer(node));
-    }
-}
-
-// One thread: everything this block put for its rail peers has gone.
-template <typename Network>
-__device__ void signal_rail_peers(const NodeContext& c, const Network& network, uint64_t epoch) {
-    network.fence();
-    for (int step = 1; step < c.relay.num_nodes; ++step) {
-        network.signal(c.flag_at(c.relay.route_flag(c.node, blockIdx.x)),
-                       flag_value(epoch, c.relay.world.topk & 0xFFFF),
-                       c.rail_peer((c.node + step) % c.relay.num_nodes));
+        network.put_block(experts, experts, bytes, c.rail_peer(node), arrived);
     }
 }
 
@@ -83,8 +75,9 @@ __device__ inline bool relay_chunks(const SpreadRoutingParams& p, const ChunkSme
     const int source = c.rail_peer(node);
     bool good = true;
     if (threadIdx.x == 0) {
-        good = wait_flag(c.flag_at(c.relay.route_flag(node, blockIdx.x)), epoch, b.topk & 0xFFFF,
-                         c.world.watch, Phase::kRoute, source, blockIdx.x);
+        good = await(c, {c.flag_at(c.relay.route_flag(node, blockIdx.x, epoch)), (epoch + 1) / 2,
+                         kAnySignature, Wait::kEveryOtherCall, int(blockIdx.x), Phase::kRoute,
+                         source, epoch, Patience::kForPeer, nullptr});
     }
     if (!__syncthreads_and(good)) return false;
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
@@ -138,7 +131,6 @@ __global__ void __launch_bounds__(kThreads)
         spread_chunk(p, network, smem, chunk, epoch);
         __syncthreads();
     }
-    if (threadIdx.x == 0) signal_rail_peers(c, network, epoch);
     signal_node(c, c.world.rank, epoch);
     publishing.stop(Span::kPublishRouting, epoch);
 

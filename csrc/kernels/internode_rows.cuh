@@ -5,8 +5,9 @@
 //
 // Publishing and pulling are those of one node (dispatch_block.cuh), but for the walker: it goes
 // by chunks, and finds the tokens of other nodes in the relay windows. Blocks of their own send
-// (internode_send.cuh). A chunk goes out when its slot at the rail peer is free, and that becomes
-// free when all ranks of its node have read it: who reads counts, and the owner gives the credit.
+// (internode_send.cuh), and pass on to their node what has arrived. A chunk goes out when its slot
+// at the rail peer is free, and that becomes free when all ranks of its node have read it: who
+// reads counts, and the owner gives the credit.
 #pragma once
 
 #include "device/chunk_walk.cuh"
@@ -82,7 +83,8 @@ class RelayWalker {
         } else {
             const layout::SlotUse at = relay.slot_use(call_, token / relay.chunk_tokens);
             wait.channel = at.slot;
-            wait.flag = c_.peer_flag(peer, relay.flag(Slot::kArrived, node, at.slot));
+            wait.signature = kAnySignature;
+            wait.flag = c_.flag_at(relay.flag(Slot::kPassedOn, node, at.slot, peer));
             wait.reached = at.use;
             wait.window = relay.window;
             wait.patience = Patience::kForOthers;

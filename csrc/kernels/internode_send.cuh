@@ -1,9 +1,12 @@
 // The part of dispatch over several nodes that uses the network: tokens out, credits back.
 //
 //   my outbox --put, a chunk at a time, when its slot is free--> relay window of a rail peer
+//   relay window: that a chunk has arrived --passed on--> the ranks of my node, which read it
 //   relay window, read by all ranks of my node --credit--> the rail peer that sent
 //
-// Neither waits for the other: a warp does whichever can be done.
+// What a network card writes is ordered for the GPU that it writes to, and for no other: so the
+// owner of a window waits for the card's signal, and tells its node by a release of its own.
+// None of the three waits for another: a warp does whichever can be done.
 #pragma once
 
 #include "device/trace.cuh"
@@ -15,15 +18,15 @@ namespace hybrid_ep::kernels::internode {
 
 using namespace device;
 
-// Rows of a chunk on their way into the same places of the rail peer's slot, whose flag then says
-// so. Of a row, `row_bytes` matter.
+// Rows of a chunk on their way into the same places of the rail peer's slot, whose flag then has
+// reached `use`. Of a row, `row_bytes` matter.
 struct RowsOut {
     uint32_t wanted;  // the places that have a row to go
     char* to;         // by its place in my memory
     const char* from;
     int stride, row_bytes;
     uint64_t* flag;
-    uint64_t value;
+    uint64_t use;
     int rank;
 
     // The next rows that follow each other, as one piece: its offset and bytes.
@@ -38,23 +41,18 @@ struct RowsOut {
     }
 };
 
-// The warp, through the network.
+// The warp, through the network: each run of rows adds its share to the flag.
 template <typename Network>
 __device__ void put_rows(const Network& network, RowsOut rows) {
     if (rows.wanted == 0) {
-        if (lane_id() == 0) network.signal(rows.flag, rows.value, rows.rank);
+        if (lane_id() == 0) network.signal({rows.flag, kFlagStep, true}, rows.rank);
         return;
     }
-    for (bool first = true; rows.wanted != 0; first = false) {
+    for (int run = 0; rows.wanted != 0; ++run) {
         int64_t offset, bytes;
         rows.take_run(offset, bytes);
-        const bool last = rows.wanted == 0;
-        if (last && !first) {
-            if (lane_id() == 0) network.fence();
-            __syncwarp();
-        }
         network.put_warp(rows.to + offset, rows.from + offset, bytes, rows.rank,
-                         last ? rows.flag : nullptr, rows.value);
+                         {rows.flag, share_of_step(run, rows.wanted == 0), true});
     }
 }
 
@@ -69,7 +67,7 @@ __device__ inline void copy_rows(BulkCopier& copier, RowsOut rows, char* to, uin
         }
         ptx::bulk_wait_written<0>();
         ptx::fence_proxy_async();
-        ptx::store_release(flag, rows.value);
+        ptx::store_release(flag, flag_value(rows.use, 0));
     }
     __syncwarp();
 }
@@ -78,8 +76,12 @@ __device__ inline void copy_rows(BulkCopier& copier, RowsOut rows, char* to, uin
 struct RailChunk {
     int node, chunk;
     layout::SlotUse at;
-    uint32_t tokens;  // going out: those that the node needs
-    int expected;     // coming in, in lane r: tokens that reader r has a copy of
+};
+struct ChunkOut : RailChunk {
+    uint32_t tokens;  // those that the node needs
+};
+struct ChunkIn : RailChunk {
+    int expected;  // in lane r: tokens that reader r has a copy of
 };
 
 template <typename Network>
@@ -88,7 +90,8 @@ class SendChunks {
     __device__ SendChunks(const RelayRowsParams& p, char* smem, uint64_t call)
         : p_(p), c_(p.context), network_(p.context), copier_(smem), call_(call) {}
 
-    // The whole warp: sends its chunks and gives credit for as many, whatever can go first.
+    // The whole warp: sends its chunks, passes on as many and gives credit for them, whatever can
+    // go first.
     __device__ void run(int warp, int num_warps) {
         if (!move_all(warp, num_warps)) tell_verdict(c_, network_);
     }
@@ -97,12 +100,24 @@ class SendChunks {
     // False: give up.
     __device__ bool move_all(int warp, int num_warps) {
         const int end = c_.relay.num_chunks * (c_.relay.num_nodes - 1);
-        int sending = warp, freeing = warp;
-        RailChunk out{}, in{};
+        int sending = warp, passing = warp, freeing = warp;
+        ChunkOut out{};
+        ChunkIn in{};
         if (warp < end) out = outgoing(warp), in = incoming(warp);
         Deadline deadline(c_);
         while (sending < end || freeing < end) {
             bool moved = false;
+            if (passing < end) {
+                const RailChunk chunk = nth(passing);
+                const Wait wait = arrival(chunk);
+                if (all_reached(wait)) {
+                    pass_on(chunk);
+                    passing += num_warps;
+                    moved = true;
+                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
+                    return false;
+                }
+            }
             if (sending < end) {
                 const Wait wait = credit(out);
                 if (all_reached(wait) && is_published(out)) {
@@ -114,8 +129,8 @@ class SendChunks {
                     return false;
                 }
             }
-            if (freeing < end) {
-                const Wait wait = first_wait(in);
+            if (freeing < passing) {
+                const Wait wait = first_read(in);
                 if (wait.flag == nullptr) {
                     give_credit(in);
                     freeing += num_warps;
@@ -134,7 +149,7 @@ class SendChunks {
     __device__ RailChunk nth(int n) const {
         const int others = c_.relay.num_nodes - 1, chunk = n / others;
         return {(c_.node + 1 + n % others) % c_.relay.num_nodes, chunk,
-                c_.relay.slot_use(call_, chunk), 0, 0};
+                c_.relay.slot_use(call_, chunk)};
     }
     __device__ int token_of(const RailChunk& chunk) const {
         return chunk.chunk * c_.relay.chunk_tokens + lane_id();
@@ -143,8 +158,8 @@ class SendChunks {
         return lane_id() < c_.relay.chunk_tokens && token_of(chunk) < c_.relay.world.max_tokens;
     }
 
-    __device__ RailChunk outgoing(int n) const {
-        RailChunk chunk = nth(n);
+    __device__ ChunkOut outgoing(int n) const {
+        ChunkOut chunk{nth(n), 0};
         const auto& b = c_.relay.world;
         bool wanted = false;
         if (has_token(chunk)) {
@@ -157,8 +172,8 @@ class SendChunks {
         return chunk;
     }
 
-    __device__ RailChunk incoming(int n) const {
-        RailChunk chunk = nth(n);
+    __device__ ChunkIn incoming(int n) const {
+        ChunkIn chunk{nth(n), 0};
         const uint32_t readers = has_token(chunk) ? c_.kept.readers_of(p_.dispatch.sent.words,
                                                                        chunk.node)[token_of(chunk)]
                                                   : 0;
@@ -171,10 +186,10 @@ class SendChunks {
 
     // ---- out
 
-    __device__ Wait credit(const RailChunk& out) const {
+    __device__ Wait credit(const ChunkOut& out) const {
         return {c_.flag_at(c_.relay.flag(Slot::kCredit, out.node, out.at.slot)),
                 out.at.use - 1,
-                Wait::kAny,
+                kAnySignature,
                 c_.relay.window,
                 out.at.slot,
                 Phase::kDispatch,
@@ -187,7 +202,7 @@ class SendChunks {
         return __all_sync(kAllLanes, has_reached(wait.flag, wait.reached));
     }
     // By the blocks beside.
-    __device__ bool is_published(const RailChunk& out) const {
+    __device__ bool is_published(const ChunkOut& out) const {
         bool published = true;
         if (out.tokens >> lane_id() & 1) {
             published = has_reached(
@@ -198,7 +213,7 @@ class SendChunks {
         __syncwarp();
         return published;
     }
-    __device__ void send(const RailChunk& out) {
+    __device__ void send(const ChunkOut& out) {
         const auto& b = c_.relay.world;
         const auto& record = p_.dispatch.record;
         const RowsOut rows{out.tokens,
@@ -207,7 +222,7 @@ class SendChunks {
                            b.record_bytes,
                            record.bytes(),
                            c_.flag_at(c_.relay.flag(Slot::kArrived, c_.node, out.at.slot)),
-                           flag_value(out.at.use, record.signature()),
+                           out.at.use,
                            c_.rail_peer(out.node)};
         if (void* to = network_.mapped(rows.to, rows.rank)) {
             void* flag = network_.mapped(rows.flag, rows.rank);
@@ -219,40 +234,55 @@ class SendChunks {
 
     // ---- in
 
-    __device__ uint64_t* reads(const RailChunk& in, int reader) const {
+    __device__ Wait arrival(const RailChunk& in) const {
+        return {c_.flag_at(c_.relay.flag(Slot::kArrived, in.node, in.at.slot)),
+                in.at.use,
+                kAnySignature,
+                c_.relay.window,
+                in.at.slot,
+                Phase::kDispatch,
+                c_.rail_peer(in.node),
+                call_,
+                Patience::kForOthers,
+                c_.flag_at(c_.relay.verdict_flag(in.node))};
+    }
+    // Each lane, which has seen the arrival itself, to a reader.
+    __device__ void pass_on(const RailChunk& in) const {
+        if (lane_id() >= c_.relay.ranks_per_node) return;
+        ptx::store_release(c_.peer_flag(lane_id(), c_.relay.flag(Slot::kPassedOn, in.node,
+                                                                 in.at.slot, c_.local_rank)),
+                           flag_value(in.at.use, 0));
+    }
+
+    __device__ uint64_t* reads(const ChunkIn& in, int reader) const {
         return c_.flag_at(c_.relay.flag(Slot::kReads, in.node, in.at.slot, reader));
     }
     // The first wait before the credit for a chunk; without a flag: there is none left.
-    __device__ Wait first_wait(const RailChunk& in) const {
-        Wait wait{c_.flag_at(c_.relay.flag(Slot::kArrived, in.node, in.at.slot)),
-                  in.at.use,
-                  Wait::kAny,
-                  c_.relay.window,
-                  in.at.slot,
-                  Phase::kDispatch,
-                  c_.rail_peer(in.node),
-                  call_,
-                  Patience::kForOthers,
-                  c_.flag_at(c_.relay.verdict_flag(in.node))};
-        if (!all_reached(wait)) return wait;
+    __device__ Wait first_read(const ChunkIn& in) const {
         const bool reads_yet =
             in.expected > 0 && !has_reached(reads(in, lane_id()), uint64_t(in.expected));
         const int reader = __ffs(__ballot_sync(kAllLanes, reads_yet)) - 1;
         if (reader < 0) return {};
-        wait.flag = reads(in, reader);
-        wait.window = Wait::kReads;
-        wait.peer = c_.rank_of(c_.node, reader);
-        wait.verdict = nullptr;
-        return wait;
+        return {reads(in, reader),
+                uint64_t(in.expected),
+                kAnySignature,
+                Wait::kReads,
+                in.at.slot,
+                Phase::kDispatch,
+                c_.rank_of(c_.node, reader),
+                call_,
+                Patience::kForOthers,
+                nullptr};
     }
     // Nobody counts reads between the last one of this use and the credit for the next.
-    __device__ void give_credit(const RailChunk& in) const {
+    __device__ void give_credit(const ChunkIn& in) const {
         if (in.expected > 0) *reads(in, lane_id()) = 0;
         __threadfence_system();
         __syncwarp();
         if (lane_id() != 0) return;
-        network_.signal(c_.flag_at(c_.relay.flag(Slot::kCredit, c_.node, in.at.slot)),
-                        flag_value(in.at.use, 0), c_.rail_peer(in.node));
+        network_.signal({c_.flag_at(c_.relay.flag(Slot::kCredit, c_.node, in.at.slot)),
+                         flag_value(in.at.use, 0)},
+                        c_.rail_peer(in.node));
     }
 
     const RelayRowsParams& p_;

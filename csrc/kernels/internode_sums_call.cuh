@@ -42,7 +42,7 @@ struct SumsCall {
     // For a slot to be free: the use before has ended.
     __device__ Wait until_free(const uint64_t* flag, const layout::SlotUse& at, int window,
                                int peer) const {
-        return {flag, at.use - 1, Wait::kAny,           window, at.slot, Phase::kCombine,
+        return {flag, at.use - 1, kAnySignature,        window, at.slot, Phase::kCombine,
                 peer, call,       Patience::kForOthers, nullptr};
     }
     // In the memory of a rank of my node.
@@ -108,7 +108,7 @@ struct SumsCall {
         const uint64_t used = flag_value(at.use, 0);
         uint64_t* home_free = c.flag_at(c.relay.flag(Slot::kHomeFree, c.node, at.slot));
         for (int node = 0; node < c.relay.num_nodes; ++node) {
-            if (node != c.node) network.signal(home_free, used, c.rail_peer(node));
+            if (node != c.node) network.signal({home_free, used}, c.rail_peer(node));
         }
     }
     // The ranks of my node that have a copy of a token of the rail peer.

@@ -21,19 +21,21 @@
 
 namespace hybrid_ep::layout {
 
-constexpr int kMaxChunkTokens = 32;           // of a slot: a lane per token
-constexpr int kMaxNodeRanks = 32;             // of a node among several: a bit per rank
-constexpr int kRailFlags = kMaxChannels + 1;  // of a rail peer: for each block, and its verdict
-constexpr int kOwnWindows = 4;                // times as many slots for sums that stay in the node
+constexpr int kMaxChunkTokens = 32;               // of a slot: a lane per token
+constexpr int kMaxNodeRanks = 32;                 // of a node among several: a bit per rank
+constexpr int kRailFlags = 2 * kMaxChannels + 1;  // of a rail peer: two a block, and its verdict
+constexpr int kOwnWindows = 4;  // times as many slots for sums that stay in the node
 
-// What a flag says of a slot. There is one for each reader of kReads, else one.
+// What a flag says of a slot. There is one for each reader of kReads, for each owner of kPassedOn,
+// else one.
 enum class Slot : int {
-    kArrived = 0,   // relay window: by the rail peer
+    kArrived = 0,   // relay window: by the rail peer, for its owner alone
     kReads = 1,     // relay window: counts the records that a reader of my node has read
     kCredit = 2,    // the rail peer's relay window is free again: by the rail peer
     kNothing = 3,   // home window: nothing comes from that node, by the rail peer
     kHomeFree = 4,  // the rail peer's home window is free again: by the rail peer
-    kNumKinds = 5,
+    kPassedOn = 5,  // relay window of a rank of my node: that it has arrived, by that rank
+    kNumKinds = 6,
 };
 
 // Which use of which slot a chunk is. Uses count from 1 and go on from call to call.
@@ -108,7 +110,7 @@ struct RelayLayout {
     HYBRID_EP_HD int num_push_slots() const { return (num_nodes - 1) * window + own_window; }
     // The call in which a slot of so many was used for the `use`-th time; 0: never.
     HYBRID_EP_HD uint64_t call_of(const SlotUse& at, int slots) const {
-        return at.use == 0 ? 0 : ((at.use - 1) * slots + at.slot) / num_chunks + 1;
+        return at.use == 0 ? 0 : (at.use - 1) / uses_of_call(at.slot, slots) + 1;
     }
 
     // ---- rows: `token` is the place within the chunk
@@ -150,20 +152,29 @@ struct RelayLayout {
     HYBRID_EP_HD int64_t summed_flag(int node, int64_t token) const {
         return summed_offset + (node * int64_t(world.max_tokens) + token) * 8;
     }
-    // By a block of the rail peer's routing kernel.
-    HYBRID_EP_HD int64_t route_flag(int node, int channel) const {
-        return rails_offset + (int64_t(node) * kRailFlags + channel) * 8;
+    // By a block of the rail peer's routing kernel, for every other call: those of two calls in
+    // succession may be under way at once.
+    HYBRID_EP_HD int64_t route_flag(int node, int channel, uint64_t call) const {
+        return rail_flag(node, int(call % 2) * kMaxChannels + channel);
     }
     // Whom the rail peer waited for in vain, once it has given up.
-    HYBRID_EP_HD int64_t verdict_flag(int node) const { return route_flag(node, kMaxChannels); }
+    HYBRID_EP_HD int64_t verdict_flag(int node) const { return rail_flag(node, kRailFlags - 1); }
 
   private:
+    // The same chunk takes the same slot in every call. So when its sums are put again, those of
+    // the call before have been added, and the flags of its tokens never have two calls under way.
     HYBRID_EP_HD SlotUse use_of(uint64_t call, int chunk, int slots) const {
-        const uint64_t count = (call - 1) * num_chunks + chunk;
-        return {int(count % slots), count / slots + 1};
+        const int slot = chunk % slots;
+        return {slot, (call - 1) * uses_of_call(slot, slots) + chunk / slots + 1};
+    }
+    HYBRID_EP_HD uint64_t uses_of_call(int slot, int slots) const {
+        return ceil_div(num_chunks - slot, slots);
     }
     HYBRID_EP_HD int64_t entry(int node, int slot, int token) const {
         return (int64_t(node) * window + slot) * chunk_tokens + token;
+    }
+    HYBRID_EP_HD int64_t rail_flag(int node, int nth) const {
+        return rails_offset + (int64_t(node) * kRailFlags + nth) * 8;
     }
     HYBRID_EP_HD int64_t flag_of(Slot kind, int node, int slot, int local_rank) const {
         return (((int64_t(kind) * num_nodes + node) * window + slot) * ranks_per_node +

@@ -13,6 +13,9 @@
 #include <stdexcept>
 #include <thread>
 
+#include "check.h"
+#include "kernels/nvshmem.h"
+
 namespace hybrid_ep::memory {
 namespace {
 
@@ -149,6 +152,11 @@ char* allocate_symmetric(int64_t bytes) {
 }
 
 void free_symmetric(char* memory) { nvshmem_free(memory); }
+
+void complete_puts() {
+    kernels::launch_quiet_nvshmem(nullptr);
+    check_cuda(cudaDeviceSynchronize(), "waiting for puts");
+}
 
 char* mapped_symmetric(char* mine, int rank) { return static_cast<char*>(nvshmem_ptr(mine, rank)); }
 

@@ -24,6 +24,10 @@ void start_nvshmem(const std::string& unique_id, int rank, int num_ranks);
 char* allocate_symmetric(int64_t bytes);
 void free_symmetric(char* memory);
 
+// Waits until everything that this rank's kernels have put or signalled has arrived, on all queues;
+// no kernel may be putting meanwhile.
+void complete_puts();
+
 // A rank's part of an allocation, by my part; null where it cannot be mapped.
 char* mapped_symmetric(char* mine, int rank);
 

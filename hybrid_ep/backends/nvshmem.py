@@ -135,6 +135,7 @@ class Heap:
         free = sorted(self._given_back)
         common = set.intersection(*map(set, buffer.gather(free)))
         if fitting := [number for number in sorted(common) if self._sizes[number] == num_bytes]:
+            self._complete_puts(buffer)
             return fitting[0], self._given_back.pop(fitting[0])
         address, failure = 0, None
         try:
@@ -161,9 +162,25 @@ class Heap:
     def trim(self, buffer: Buffer, keep: int = -1) -> None:
         """Free what no rank needs any more, but parts of ``keep`` bytes; collective."""
         common = set.intersection(*map(set, buffer.gather(sorted(self._given_back))))
-        for number in sorted(common):
-            if self._sizes[number] != keep:
-                _nvshmem.free(self._given_back.pop(number))
+        unwanted = [number for number in sorted(common) if self._sizes[number] != keep]
+        if unwanted:
+            self._complete_puts(buffer)
+        for number in unwanted:
+            _nvshmem.free(self._given_back.pop(number))
+
+    def _complete_puts(self, buffer: Buffer) -> None:
+        """No put of an earlier Buffer is under way any more, from any rank; collective.
+
+        A Buffer ends when all its ranks have what they waited for. The last credits may come later,
+        and would land in the flags of the next Buffer.
+        """
+        failure = None
+        try:
+            with torch.cuda.device(buffer.device), _notice(buffer.topology, "its last puts"):
+                _nvshmem.complete_puts()
+        except RuntimeError as error:
+            failure = str(error)
+        raise_together(buffer.gather(failure))
 
 
 _heap = Heap()

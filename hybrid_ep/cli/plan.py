@@ -89,16 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
     rates.add_argument("--network-gbs", type=float, default=plans.NETWORK_GBS, metavar="GB/S")
-    for link, us in (
-        ("network", pipeline_model.NETWORK_LATENCY_US),
-        ("nvlink", pipeline_model.NVLINK_LATENCY_US),
+    for name, us, what in (
+        ("network-latency", pipeline_model.NETWORK_LATENCY_US, "latency of the network"),
+        ("nvlink-latency", pipeline_model.NVLINK_LATENCY_US, "latency of NVLink"),
+        ("put", pipeline_model.PUT_US, "time of the network card per put and signal"),
+        ("pass-on", pipeline_model.PASS_ON_US, "time until a node's other ranks hear of a chunk"),
     ):
         rates.add_argument(
-            f"--{link}-latency-us",
+            f"--{name}-us",
             type=float,
             default=us,
             metavar="US",
-            help=f"for --simulate; an assumption (default: {us:g})",
+            help=f"for --simulate: {what}; an assumption (default: {us:g})",
         )
     rates.add_argument("--sms", type=int, default=Config.num_sms_dispatch, help="SMs of a phase")
     parser.add_argument(
@@ -166,6 +168,8 @@ def _several_nodes(args: argparse.Namespace) -> int:
             credits=config.network_channels * config.network_window_chunks,
             network_latency_us=args.network_latency_us,
             nvlink_latency_us=args.nvlink_latency_us,
+            put_us=args.put_us,
+            pass_on_us=args.pass_on_us,
         )
 
     def show() -> None:

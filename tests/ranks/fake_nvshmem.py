@@ -25,6 +25,7 @@ from tests.ranks.memory import what_it_raises
 from tests.ranks.one_rank_fails import failing, raised_by
 
 CASE = Case("fake", num_ranks=3, ranks_per_node=1)
+HEAP_CALLS = ("allocate", "free", "complete_puts")
 
 
 @dataclass
@@ -80,6 +81,9 @@ class Fake:
 
     def free(self, address: int) -> None:
         self.note("free")
+
+    def complete_puts(self) -> None:
+        self.note("complete_puts")
 
     def mapped(self, mine: int, rank: int) -> int:
         return 0 if rank == self.unmapped else mine + rank
@@ -178,7 +182,7 @@ def share_the_heap(me: Rank) -> dict[str, Any]:
         before = len(fake.calls)
         sizes = {**CASE.sizes(), "max_tokens": tokens}
         buffer = me.buffer(**sizes, device="cuda:0", backend="nvshmem")
-        asked[name] = [c for c in fake.calls[before:] if c.split()[0] in ("allocate", "free")]
+        asked[name] = [c for c in fake.calls[before:] if c.split()[0] in HEAP_CALLS]
         return buffer
 
     with gpu_with(fake):

@@ -1,7 +1,8 @@
 """The verbs over networks that ranks of one host do not take by themselves.
 
-``loopback``: the kernels of several nodes over CUDA IPC, NVSHMEM never started. ``puts``: all that
-goes to other nodes is put by NVSHMEM, also where the SMs could write it.
+``loopback``: the kernels of several nodes over CUDA IPC, NVSHMEM never started. ``delaying``: the
+same, where puts and signals come late and in another order, as far as NVSHMEM's contract allows.
+``puts``: all that goes to other nodes is put by NVSHMEM, also where the SMs could write it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ class LoopbackBackend(kernels.KernelBackend):
     """The nvshmem backend on plain stores; its ranks are on one host."""
 
     name = "nvshmem"
+    delay_us = 0  # that puts wait for, at most
 
     def __init__(self, buffer: Buffer) -> None:
         topology = buffer.topology
@@ -30,6 +32,8 @@ class LoopbackBackend(kernels.KernelBackend):
         self._runtime = nvshmem._nvshmem.NetworkRuntime(config, loopback=True)
         self._memory = nvshmem._nvshmem.PeerMemory(config)
         self._memory.open(buffer.gather(self._memory.handle()))
+        if self.delay_us > 0:
+            self._runtime.delay_puts(self.delay_us)
         first = topology.node * topology.ranks_per_node
         rails = range(topology.local_rank, topology.num_ranks, topology.ranks_per_node)
         self._runtime.attach(
@@ -56,13 +60,23 @@ def loopback() -> Iterator[None]:
         yield
 
 
+class DelayingBackend(LoopbackBackend):
+    delay_us = 300  # longer than a call of the tests' sizes takes
+
+
+@contextlib.contextmanager
+def delaying() -> Iterator[None]:
+    with mock.patch.object(nvshmem, "NvshmemBackend", DelayingBackend):
+        yield
+
+
 @contextlib.contextmanager
 def puts() -> Iterator[None]:
     with mock.patch.object(nvshmem, "USES_MAPPED", False):
         yield
 
 
-NETWORKS = {"loopback": loopback, "puts": puts}
+NETWORKS = {"loopback": loopback, "delaying": delaying, "puts": puts}
 
 
 def all_verbs(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:

@@ -226,7 +226,8 @@ def test_the_kernels_hold_the_IBGDA_path(extension, cuobjdump):
     for code in symbols.split("Fatbin elf code:")[1:]:
         if "NvshmemNetwork" in code:
             assert "nvshmemi_ibgda_device_state_d" in code
-            assert "nvshmemi_transfer_rma_nbi" in code
+            assert "nvshmemi_transfer_put_signal" in code
+            assert "nvshmemi_transfer_fence" not in code, "a put's signal is ordered by the put"
     assert symbols.count("nvshmemi_ibgda_device_state_d") >= 2, "for Hopper and for Blackwell"
 
 
@@ -268,13 +269,14 @@ def test_Buffers_share_the_heap(world):
     for asked in results:
         assert asked["first"] == ["allocate 16000"]
         assert asked["beside it"] == ["allocate 16000"]
-        assert asked["after it"] == [], "a part that all ranks gave back was not used again"
+        # a part that all ranks gave back is used again, once no late signal can land in it
+        assert asked["after it"] == ["complete_puts"]
         assert asked["larger"] == ["allocate 32000"], "one rank alone gave a part back"
-        assert asked["larger still"] == ["free", "free", "allocate 64000"]
+        assert asked["larger still"] == ["complete_puts", "free", "free", "allocate 64000"]
         assert asked["to be dropped"] == ["allocate 8000"]
-        assert asked["after one was dropped"] == [], "what is dropped is given back"
+        assert asked["after one was dropped"] == ["complete_puts"], "what is dropped is given back"
         assert asked["after a fault"] == ["allocate 32000"], "puts may still come for the old one"
-        assert asked["release"] == ["destroy", "free"]
+        assert asked["release"] == ["destroy", "complete_puts", "free"]
         assert asked["restore"] == ["NetworkRuntime", "allocate 32000", "attach"]
     for asked in results[:2]:
         assert "the ranks were [0, 1, 2], this Buffer has [0, 1]" in asked["pair"]
