@@ -29,6 +29,7 @@ NetworkRuntime::NetworkRuntime(const NetworkConfig& config, const kernels::Netwo
     require_at_most("bytes of symmetric memory", context_.relay.total_bytes, kMostTermBytes);
     context_.node = config.rank / config.ranks_per_node;
     context_.local_rank = config.rank % config.ranks_per_node;
+    context_.num_routes = config.num_routes;
     context_.uses_mapped = config.uses_mapped;
     context_.world.rank = config.rank;
     context_.world.first_peer = context_.node * config.ranks_per_node;

@@ -11,6 +11,7 @@
 #   memcheck   compute-sanitizer over two ranks of `hybrid-ep check`; only where it is named
 #
 # Environment: CUDA_VISIBLE_DEVICES (its first one or two are used), LOGS (build/gpu_tests), WORKERS (5),
+# LIMIT (480: seconds for a group, which then ends and says what it has),
 # MPS=1 (an MPS daemon lets ranks that share a GPU run at once; what kills ranks then runs without it,
 # as the group `breaking`), and PYTEST (more arguments, such as "-k handles").
 set -u
@@ -47,7 +48,8 @@ pytest_group() { # name, pytest's arguments
     local name=$1 start=$SECONDS log=$logs/$1.log
     shift
     # shellcheck disable=SC2086
-    python3 -m pytest -q -ra -p no:cacheprovider --durations=40 "$@" ${PYTEST:-} >"$log" 2>&1
+    timeout --signal=INT "${LIMIT:-480}" python3 -m pytest -v -ra -p no:cacheprovider --durations=60 \
+        "$@" ${PYTEST:-} >"$log" 2>&1
     report "$name" "$start" $? "$(tail -1 "$log")"
     grep -E '^(FAILED|ERROR) ' "$log" | cut -c1-200
 }

@@ -20,7 +20,11 @@ __device__ __forceinline__ bool has_reached(const uint64_t* flag, uint64_t count
 
 // How long: for what a peer owes by itself, or for what it can only give once others have given
 // theirs.
-enum class Patience : int { kForPeer = 2, kForOthers = 3 };  // halves of the deadline
+enum class Patience : int {  // halves of the deadline
+    kForPeer = 2,
+    kForOthers = 3,
+    kForPassedOn = 4,  // by a rank that waits for others
+};
 
 // A wait for (flag >> 16) to reach a number.
 struct Wait {
@@ -66,7 +70,7 @@ class Deadline {
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
-        if (polls_ % (kPollsPerLook / 64 * kPollsPerClock) == 0 &&
+        if (polls_ % (17 * kPollsPerClock) == 0 &&
             will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) {
             return false;
         }
@@ -81,7 +85,9 @@ class Deadline {
     __device__ void restart() { polls_ = 0, start_ = 0; }
 
   private:
-    static constexpr uint32_t kPollsPerClock = 61;  // prime: each of several waits has its turn
+    // Odd and no multiple of 3, and so is 17 times as many: of two or three waits that a loop asks
+    // for in turn, each is looked at. About kPollsPerLook.
+    static constexpr uint32_t kPollsPerClock = 61;
 
     // That the flag tells of.
     __device__ uint64_t last_call(const Wait& wait) const {
@@ -92,7 +98,7 @@ class Deadline {
             case Wait::kReads:
                 return wait.call - 1;
             case Wait::kEveryOtherCall:
-                return seen == 0 ? 0 : 2 * seen - wait.call % 2;
+                return max(int64_t(wait.call - 2 * (wait.reached - seen)), int64_t(0));
             default:
                 return context_.relay.call_of({wait.channel, seen}, wait.window);
         }
@@ -122,9 +128,12 @@ __device__ void tell_verdict(const NodeContext& context, const Network& network)
     const auto* fault = static_cast<const volatile Fault*>(context.world.watch.fault);
     while (fault->kind == 0) continue;  // whoever came first is writing it
     uint64_t* verdict = context.flag_at(context.relay.verdict_flag(context.node));
+    const uint64_t peer = uint64_t(fault->peer + 1) << 16;
     for (int node = 0; node < context.relay.num_nodes; ++node) {
         if (node == context.node) continue;
-        network.signal({verdict, uint64_t(fault->peer + 1) << 16}, context.rail_peer(node));
+        network.signal({verdict, peer}, context.rail_peer(node));
+        // as if that rail peer had told: my node waits for me to pass on what it sends
+        ptx::store_relaxed(context.flag_at(context.relay.verdict_flag(node)), peer);
     }
 }
 

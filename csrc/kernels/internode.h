@@ -23,7 +23,8 @@ struct NodeContext {
     Peers rails;
     PutQueue queue;
     int node, local_rank;
-    bool uses_mapped;  // a rail peer's memory is used where it is mapped; else all is put
+    uint64_t num_routes;  // made before the memory was zeroed
+    bool uses_mapped;     // a rail peer's memory is used where it is mapped; else all is put
     layout::RelayLayout relay;
     layout::RelayHandleLayout kept;
 
@@ -32,6 +33,11 @@ struct NodeContext {
     }
     HYBRID_EP_HD layout::PushSlot push_slot(int of_node, uint64_t call, int chunk) const {
         return relay.push_slot(of_node, node, call, chunk);
+    }
+    // How many routes with a number of the same parity, up to this one, since the memory was
+    // zeroed.
+    HYBRID_EP_HD uint64_t every_other_route(uint64_t route) const {
+        return (route + 1) / 2 - (num_routes + route % 2) / 2;
     }
     HYBRID_EP_HD int rail_peer(int of_node) const { return rank_of(of_node, local_rank); }
     HYBRID_EP_HD char* mine() const { return world.mine(); }

@@ -41,8 +41,8 @@ class Home {
         const Stopwatch waiting(c.world.trace);
         if (!await_nodes(token, is_token, s_.slot_use(chunk))) return false;
         const uint32_t readers = is_token ? s_.readers(c.node, token) : 0;
-        if (!await_turn(chunk)) return false;
         if (!all_lanes(s_.await_pushed(c.node, token, readers))) return false;
+        if (!__any_sync(kAllLanes, readers != 0) && !await_turn(chunk)) return false;
         if (lane_id() == 0) waiting.note(Span::kAwaitSums, s_.call);
         if (tokens == 0) {  // a chunk beyond my tokens
             if (lane_id() == 0) s_.free_home(network_, chunk);
@@ -104,8 +104,8 @@ class Home {
         return all_lanes(good);
     }
 
-    // Until the push slot's use before has ended. Those who push wait for it too, but nobody may:
-    // of a chunk of padding there is nothing to push, and it must not free what is still in use.
+    // Until the push slot's use before has ended. Ranks that push have waited for it, but for a
+    // chunk of padding none does, and it must not free what is still in use.
     __device__ bool await_turn(int chunk) const {
         bool good = true;
         if (lane_id() == 0) {

@@ -85,8 +85,8 @@ class Push {
         const auto& io = s_.p.summed;
         const layout::Copy& copy = mine.copy;
         const Target slot = slot_of(mine);
-        job.sum.to = slot.memory + s_.c.relay.pushed_sum(slot.at, s_.place_of(copy.token),
-                                                         s_.c.local_rank, io.row_bytes);
+        job.sum.to =
+            slot.memory + s_.c.relay.pushed_sum(slot.at, s_.place_of(copy.token), s_.c.local_rank);
         job.sum.note = Note{mine.source, copy.token, false}.packed();
         job.sum.num_rows = copy.num_rows;
         job.sum.num_sums = 0;

@@ -75,9 +75,10 @@ __device__ inline bool relay_chunks(const SpreadRoutingParams& p, const ChunkSme
     const int source = c.rail_peer(node);
     bool good = true;
     if (threadIdx.x == 0) {
-        good = await(c, {c.flag_at(c.relay.route_flag(node, blockIdx.x, epoch)), (epoch + 1) / 2,
-                         kAnySignature, Wait::kEveryOtherCall, int(blockIdx.x), Phase::kRoute,
-                         source, epoch, Patience::kForPeer, nullptr});
+        good =
+            await(c, {c.flag_at(c.relay.route_flag(node, blockIdx.x, epoch)),
+                      c.every_other_route(epoch), kAnySignature, Wait::kEveryOtherCall,
+                      int(blockIdx.x), Phase::kRoute, source, epoch, Patience::kForPeer, nullptr});
     }
     if (!__syncthreads_and(good)) return false;
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {

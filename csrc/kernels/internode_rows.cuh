@@ -87,7 +87,7 @@ class RelayWalker {
             wait.flag = c_.flag_at(relay.flag(Slot::kPassedOn, node, at.slot, peer));
             wait.reached = at.use;
             wait.window = relay.window;
-            wait.patience = Patience::kForOthers;
+            wait.patience = Patience::kForPassedOn;
             wait.verdict = c_.peer_flag(peer, relay.verdict_flag(node));
             found.record =
                 c_.peer(peer) + relay.relay_record(node, at.slot, token % relay.chunk_tokens);

@@ -126,8 +126,7 @@ struct SumsCall {
     __device__ int set_pushed(SumJob& job, const layout::PushSlot& slot, uint32_t ranks) const {
         int count = 0;
         for (; ranks != 0; ranks &= ranks - 1) {
-            set_term(job, count++,
-                     c.relay.pushed_sum(slot, lane_id(), __ffs(ranks) - 1, p.summed.row_bytes));
+            set_term(job, count++, c.relay.pushed_sum(slot, lane_id(), __ffs(ranks) - 1));
         }
         return count;
     }

@@ -56,6 +56,7 @@ struct RelayLayout {
     int chunk_tokens, num_chunks;  // of a call
     int window;                    // slots between two rail peers
     int own_window;                // slots for what stays in the node
+    int push_row_bytes;            // of a sum, the widest
     int sum_record_bytes;          // a sum and the values that ride along
     int64_t relay_offset, push_offset, push_values_offset, outgoing_offset, home_offset;
     int64_t slots_offset, push_free_offset, pushed_offset, summed_offset, rails_offset, total_bytes;
@@ -73,6 +74,7 @@ struct RelayLayout {
         // no more than a call fills: so a call's last chunk has seen the call before it read
         l.window = min_of(window, l.num_chunks);
         l.own_window = min_of(kOwnWindows * window, l.num_chunks);
+        l.push_row_bytes = round_up(sum_row_bytes, kBulkAlign);
         l.sum_record_bytes = round_up(sum_row_bytes + round_up(topk * 4, kBulkAlign), 128);
 
         int64_t end = l.world.total_bytes;
@@ -84,7 +86,7 @@ struct RelayLayout {
         const int64_t tokens = int64_t(num_nodes) * l.window * chunk_tokens;
         l.relay_offset = region(tokens * l.world.record_bytes);
         const int64_t pushed = int64_t(l.num_push_slots()) * chunk_tokens;
-        l.push_offset = region(pushed * ranks_per_node * round_up(sum_row_bytes, kBulkAlign));
+        l.push_offset = region(pushed * ranks_per_node * l.push_row_bytes);
         l.push_values_offset = region(pushed * topk * 4);
         l.outgoing_offset = region(tokens * l.sum_record_bytes);
         l.home_offset = region(tokens * l.sum_record_bytes);
@@ -118,11 +120,11 @@ struct RelayLayout {
     HYBRID_EP_HD int64_t relay_record(int node, int slot, int token) const {
         return relay_offset + entry(node, slot, token) * world.record_bytes;
     }
-    HYBRID_EP_HD int64_t pushed_sum(const PushSlot& slot, int token, int local_rank,
-                                    int row_bytes) const {
+    // A slot is where it is whatever the rows of a call: its neighbours may hold those of another.
+    HYBRID_EP_HD int64_t pushed_sum(const PushSlot& slot, int token, int local_rank) const {
         return push_offset +
                ((int64_t(slot.index) * chunk_tokens + token) * ranks_per_node + local_rank) *
-                   row_bytes;
+                   push_row_bytes;
     }
     HYBRID_EP_HD int64_t pushed_values(const PushSlot& slot, int token) const {
         return push_values_offset + (int64_t(slot.index) * chunk_tokens + token) * world.topk * 4;

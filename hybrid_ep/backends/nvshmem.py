@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
 NOTICE_S = 20.0  # after which a rank that waits inside NVSHMEM says so
+MULTI_PORT = "NVSHMEM_IBGDA_ENABLE_MULTI_PORT"
 USES_MAPPED = True  # SMs write to rail peers whose memory is mapped; tests have NVSHMEM put all
 
 _log = logging.getLogger("hybrid_ep")
@@ -348,6 +349,11 @@ def _world_ranks(buffer: Buffer) -> list[int]:
 
 def _set_environment(buffer: Buffer, heap_bytes: int) -> None:
     """Tell NVSHMEM what the user has not told it, before it starts."""
+    if os.environ.get(MULTI_PORT, "0") not in ("", "0"):
+        raise RuntimeError(
+            f"{MULTI_PORT} must be 0 or unset, got {os.environ[MULTI_PORT]!r}: signals add "
+            "to flags, and atomic operations of several ports do not see each other"
+        )
     config = buffer.config
     window = network_window(config, num_nodes=buffer.topology.num_nodes)
     given = {**nccl_files(os.environ), **os.environ}

@@ -38,3 +38,9 @@ def test_calls_in_succession(world, window, num_ranks, ranks_per_node, network):
     arguments = (network, ranks_per_node, config, tokens, stretch, 6)
     for compared in world(num_ranks).run(windows.back_to_back, *arguments):
         assert compared > 0
+
+
+@pytest.mark.parametrize("routes", range(4))
+@pytest.mark.parametrize("network", NETWORKS)
+def test_routes_go_on_after_a_restore(world, network, routes):
+    world(2).run(windows.restore_between_routes, network, 1, routes)

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import io
 import logging
+import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -148,6 +149,15 @@ def prepare_in_vain(me: Rank, owner: str, name: str, error: Exception) -> tuple[
     with gpu_with(fake), failing(me, place, name, error):
         kind, text = raised_by(lambda: me.buffer(**sizes))
     return kind, text, any(call.startswith("start") for call in fake.calls)
+
+
+def start_with(me: Rank, name: str, value: str) -> tuple[str, bool]:
+    """A variable of the environment is set: what building raises, and whether NVSHMEM started."""
+    fake = Fake()
+    sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvshmem"}
+    with gpu_with(fake), mock.patch.dict(os.environ, {name: value}):
+        told = what_it_raises(lambda: me.buffer(**sizes).destroy())
+    return told, any(call.startswith("start") for call in fake.calls)
 
 
 def start_slowly(me: Rank) -> str:

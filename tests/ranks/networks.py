@@ -1,8 +1,9 @@
 """The verbs over networks that ranks of one host do not take by themselves.
 
-``loopback``: the kernels of several nodes over CUDA IPC, NVSHMEM never started. ``delaying``: the
-same, where puts and signals come late and in another order, as far as NVSHMEM's contract allows.
-``puts``: all that goes to other nodes is put by NVSHMEM, also where the SMs could write it.
+``mapped``: what the ranks of one host do take. ``loopback``: the kernels of several nodes over CUDA
+IPC, NVSHMEM never started. ``delaying``: the same, where puts and signals come late and in another
+order, as far as NVSHMEM's contract allows. ``puts``: all that goes to other nodes is put by
+NVSHMEM, also where the SMs could write it.
 """
 
 from __future__ import annotations
@@ -76,7 +77,12 @@ def puts() -> Iterator[None]:
         yield
 
 
-NETWORKS = {"loopback": loopback, "delaying": delaying, "puts": puts}
+NETWORKS = {
+    "mapped": contextlib.nullcontext,
+    "loopback": loopback,
+    "delaying": delaying,
+    "puts": puts,
+}
 
 
 def all_verbs(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:

@@ -32,13 +32,15 @@ def back_to_back(
 ) -> int:
     """Steps of a dispatch and three combines, queued without waiting; how many rows were compared.
 
-    Every result is compared with the torch backend's, bit by bit.
+    The combines alternate between two widths of rows. Every result is compared with the torch
+    backend's, bit by bit.
     """
     sizes = {
         "hidden": HIDDEN,
         "num_experts": EXPERTS_OF_RANK * me.num_ranks,
         "max_tokens": tokens,
         "topk": TOPK,
+        "dtype": torch.float32,
         "ranks_per_node": ranks_per_node,
         "config": config,
     }
@@ -59,7 +61,8 @@ def back_to_back(
         results = []
         for x, topk_idx in inputs:
             out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=max_rows)
-            home = [hybrid_ep.combine(buffer, out.rows * n, out.handle) for n in (1, 2, 3)]
+            rows = (out.rows.float(), out.rows * 2, out.rows.float() * 3)
+            home = [hybrid_ep.combine(buffer, each, out.handle) for each in rows]
             results.append([out.counts, out.rows, *home])
         return results
 
@@ -74,3 +77,33 @@ def back_to_back(
     ours.destroy()
     theirs.destroy()
     return compared
+
+
+def restore_between_routes(me: Rank, network: str, ranks_per_node: int, routes: int) -> None:
+    """Dispatches, release and restore, more dispatches: each as on the torch backend."""
+    tokens = 300  # several chunks of the routing
+    sizes = {
+        "hidden": HIDDEN,
+        "num_experts": EXPERTS_OF_RANK * me.num_ranks,
+        "max_tokens": tokens,
+        "topk": TOPK,
+        "ranks_per_node": ranks_per_node,
+    }
+    theirs = me.buffer(**sizes, backend="torch")
+    draw = torch.Generator(device=me.device).manual_seed(me.rank)
+
+    def compare(times: int) -> None:
+        for _ in range(times):
+            x = torch.randn((tokens, HIDDEN), device=me.device, generator=draw).bfloat16()
+            topk_idx = padded_in_stretches(me, tokens, 5, draw)
+            got, want = (hybrid_ep.dispatch(each, x, topk_idx) for each in (ours, theirs))
+            same_bytes(got.rows, want.rows, f"rows after {routes} routes")
+
+    with NETWORKS[network]():
+        ours = me.buffer(**sizes)
+        compare(routes)
+        ours.release()
+        ours.restore()
+        compare(3)
+        ours.destroy()
+    theirs.destroy()

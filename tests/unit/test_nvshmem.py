@@ -310,6 +310,14 @@ def test_ranks_that_share_GPUs_evenly_start(world, gpus, hosts):
         assert seen == {"told": "", "started": True}
 
 
+def test_signals_through_several_ports_are_refused_before_NVSHMEM_starts(world):
+    arguments = fake_nvshmem.start_with, nvshmem.MULTI_PORT
+    for told, started in world(2).run(*arguments, "1"):
+        assert "NVSHMEM_IBGDA_ENABLE_MULTI_PORT must be 0 or unset, got '1'" in told
+        assert not started
+    assert world(2).run(*arguments, "0") == [("", True)] * 2
+
+
 @pytest.mark.parametrize(
     ("owner", "name", "error", "kind"),
     [
