@@ -129,6 +129,9 @@ class NoisyBlock:
         noise = torch.zeros(self.router.shape[1], device=x.device)
         noise[0] = 100.0 * self.forwards  # in the recomputation all tokens want expert 0
         self.forwards += 1
+        return self.layer(x, noise)
+
+    def layer(self, x: Tensor, noise: Tensor) -> Tensor:
         scores, topk_idx = torch.topk(x @ self.router + noise, self.case.num_slots)
         out = hybrid_ep.dispatch(
             self.buffer, x, topk_idx, scores.softmax(dim=1), max_rows=self.max_rows
