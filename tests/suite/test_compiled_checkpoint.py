@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from tests.cases import Case
-from tests.launch import Pool, Target
+from tests.launch import Pool
 from tests.ranks import recomputed
 
+pytestmark = [
+    pytest.mark.not_on(
+        "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
+    ),
+    pytest.mark.skipif(
+        torch.__version__ < "2.7",
+        reason="torch 2.6 runs a compiled function eagerly in a checkpoint with a policy, and "
+        "never compiles it in that process again",
+    ),
+]
 CASE = Case("recompute", num_ranks=2, topk=3, dtype=torch.float32)
 ENOUGH = 256  # rows
 RIGHT = [
@@ -22,14 +31,6 @@ RIGHT = [
 ]
 
 
-@pytest.fixture(scope="module")
-def ranks(target: Target) -> Iterator[Pool]:
-    """Of this file: torch 2.6 never compiles again what it ran in a checkpoint."""
-    pool = Pool(CASE.num_ranks, target)
-    yield pool
-    pool.kill()
-
-
 def gradients(pool: Pool, run: str, *how: Any) -> list[dict[str, Any]]:
     return pool.run(recomputed.gradients, CASE, run, *how)
 
@@ -37,10 +38,10 @@ def gradients(pool: Pool, run: str, *how: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("bound", [None, ENOUGH], ids=["exact", "bounded"])
 @pytest.mark.parametrize(("run", "compiled"), RIGHT)
 def test_a_noisy_router_of_a_compiled_block_is_not_asked_again(
-    ranks, inductor_cache, run, compiled, bound
+    world, inductor_cache, run, compiled, bound
 ):
-    wanted = gradients(ranks, "stored", "", bound, inductor_cache)
-    found = gradients(ranks, run, compiled, bound, inductor_cache)
+    wanted = gradients(world(CASE.num_ranks), "stored", "", bound, inductor_cache)
+    found = gradients(world(CASE.num_ranks), run, compiled, bound, inductor_cache)
     for got, want in zip(found, wanted, strict=True):
         assert got["forwards"] == 2
         assert got["forward"] == ["route", "dispatch", "combine"]
@@ -54,12 +55,10 @@ def test_a_noisy_router_of_a_compiled_block_is_not_asked_again(
 @pytest.mark.parametrize("run", ["plain checkpoint", "plain checkpoint in hybrid_ep.checkpoint"])
 @pytest.mark.parametrize("compiled", ["", "block"], ids=["eager", "compiled"])
 def test_the_innermost_checkpoint_decides_and_a_plain_one_routes_again(
-    ranks, inductor_cache, run, compiled
+    world, inductor_cache, run, compiled
 ):
     """The premise of the test above: this router does give other rows in the recomputation."""
-    if compiled and torch.__version__ < "2.7":
-        pytest.skip("torch 2.6 never compiles again what it ran in a checkpoint with a policy")
-    wanted = gradients(ranks, "stored", "", ENOUGH, inductor_cache)
-    found = gradients(ranks, run, compiled, ENOUGH, inductor_cache)
+    wanted = gradients(world(CASE.num_ranks), "stored", "", ENOUGH, inductor_cache)
+    found = gradients(world(CASE.num_ranks), run, compiled, ENOUGH, inductor_cache)
     for got, want in zip(found, wanted, strict=True):
         assert not torch.allclose(got["x"], want["x"], rtol=1e-2)
