@@ -182,6 +182,11 @@ void NetworkRuntime::give_up(int reason) {
     DeviceGuard guard(config_.device);
     tell_peers(context_.world.peers, config_.ranks_per_node,
                context_.relay.world.gave_up(config_.rank), uint64_t(reason));
+    if (config_.num_nodes == 1) return;
+    cudaStream_t beside_all = nullptr;
+    check_cuda(cudaStreamCreateWithFlags(&beside_all, cudaStreamNonBlocking), "stream to give up");
+    kernels_.give_up({context_, uint64_t(reason)}, beside_all);
+    check_cuda(cudaStreamDestroy(beside_all), "stream to give up");  // once the kernel has run
 }
 
 int64_t NetworkRuntime::num_routes() const {

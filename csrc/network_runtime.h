@@ -65,7 +65,8 @@ class NetworkRuntime {
     std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream,
                                          bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
-    // Tells the peers of my node that this rank makes no more calls, for a reason of errors.py.
+    // Tells the peers of my node and of my rail that this rank makes no more calls, for a reason of
+    // errors.py. Does not wait: it may be that no SM is free.
     void give_up(int reason);
     // So far, with those before the Buffer was released; waits for the GPU.
     int64_t num_routes() const;

@@ -81,6 +81,8 @@ TORCH_GPU = Target("torch_gpu", "torch", "cuda", nodes="any")
 NVLINK = Target("nvlink", "nvlink", "cuda", nodes="one")
 NODES = Target("nodes", "nvshmem", "cuda", nodes="several")
 
+SAME_PYTHON = "what it checks does not depend on the tensors' device: torch_cpu shows it"
+
 ALL = (TORCH_CPU, TORCH_GPU, NVLINK, NODES)
 KERNELS = (NVLINK, NODES)
 

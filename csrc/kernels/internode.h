@@ -79,11 +79,17 @@ struct RelaySumsParams {
     layout::RingShape ring;  // of layout::kSumRings
 };
 
+struct GiveUpParams {
+    NodeContext context;
+    uint64_t reason;  // of errors.py
+};
+
 // The kernels that use a network, one set for each.
 struct NetworkKernels {
     void (*spread_routing)(const SpreadRoutingParams& p, cudaStream_t stream);
     void (*relay_rows)(const RelayRowsParams& p, cudaStream_t stream);
     void (*relay_sums)(const RelaySumsParams& p, cudaStream_t stream);
+    void (*give_up)(const GiveUpParams& p, cudaStream_t stream);
 };
 
 }  // namespace hybrid_ep::kernels

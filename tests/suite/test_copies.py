@@ -11,9 +11,12 @@ from torch.optim.swa_utils import AveragedModel
 
 import hybrid_ep
 from hybrid_ep.moe import MoELayer
+from tests import targets
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.ranks import layers
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 CASE = Case("copies", num_ranks=1, topk=3, dtype=torch.float32, max_rows="third")
 REFUSED = "a hybrid_ep.Buffer must not be pickled: .* Save model.state_dict"

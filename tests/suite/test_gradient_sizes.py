@@ -14,9 +14,12 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep import rules, torch_verbs
+from tests import targets
 from tests.cases import FP8, Case
 from tests.checks import same_bytes
 from tests.launch import Rank
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,12 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep.moe import MoELayer
+from tests import targets
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.ranks import mistakes
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 CASE = Case("integers", num_ranks=1, topk=3, num_scales=2, dtype=torch.float32, ranks_per_node=1)
 KINDS = [np.int64, np.int32, np.uint16]

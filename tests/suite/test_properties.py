@@ -6,7 +6,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests import targets
 from tests.ranks.properties import MAX_TOKENS, Routing, dispatch_and_return
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 # fixtures last for the whole test here: ranks keep nothing between examples
 SETTINGS = {

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from tests import targets
 from tests.cases import Case
 from tests.ranks import round_trips
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 SIZES = Case("round trip", num_ranks=3, max_tokens=16).sizes()
 SHAPES = {

@@ -16,9 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
 from hybrid_ep import Dispatched, rules, torch_verbs
-from tests import oracle
+from tests import oracle, targets
 from tests.cases import FP8, Case, params
 from tests.checks import same_bytes
+
+pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
 CASE = Case("ways", num_ranks=1, topk=3, dtype=torch.float32)
 CASES = [
