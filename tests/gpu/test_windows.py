@@ -12,14 +12,11 @@ pytestmark = pytest.mark.only_on("nodes", why="one node of nvlink has no windows
 # What stays in the node has four times as many slots.
 NARROW = {
     "chunks_that_are_no_multiple_of_the_slots": (1, 4, 3, 41, 4),
-    "one_slot_of_one_token": (1, 1, 1, 60, 5),
-    "padding_longer_than_the_window": (1, 2, 1, 150, 9),
+    "one_slot_of_one_token": (1, 1, 1, 12, 5),
+    "padding_longer_than_the_window": (1, 2, 1, 30, 9),
 }
-# on one node nothing is put
-SHAPES = [
-    (2, 2, "loopback"),
-    *((n, r, net) for n, r in ((2, 1), (4, 2), (4, 1)) for net in NETWORKS),
-]
+ON_NODES = [(2, 1, name) for name in NETWORKS if name != "loopback"]  # delaying is that and more
+SHAPES = [(2, 2, "mapped"), *ON_NODES, (4, 2, "delaying"), (4, 2, "puts")]
 
 
 @pytest.mark.parametrize("num_ranks, ranks_per_node, network", SHAPES)
@@ -35,7 +32,7 @@ def test_calls_in_succession(world, window, num_ranks, ranks_per_node, network):
         num_sms_combine=12,
         timeout_s=20,
     )
-    arguments = (network, ranks_per_node, config, tokens, stretch, 6)
+    arguments = (network, ranks_per_node, config, tokens, stretch, 4)
     for compared in world(num_ranks).run(windows.back_to_back, *arguments):
         assert compared > 0
 
