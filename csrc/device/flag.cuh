@@ -148,7 +148,7 @@ __device__ inline bool wait_flag(const uint64_t* flag, uint64_t epoch, uint32_t 
         }
         seen = ptx::load_acquire(flag);
     }
-    if (signature != kAnySignature && (seen >> 16) == epoch && (seen & 0xFFFF) != signature) {
+    if ((seen >> 16) == epoch && (seen & 0xFFFF) != signature) {
         report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, seen);
         return false;
     }
