@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
+from hybrid_ep.backends.trace import SPANS, Event
 from hybrid_ep.launch import run_ranks
-from hybrid_ep.trace import SPANS, Event
 
 WARM_UP, CALLS = 2, 10
 PATIENCE_S = 8

@@ -1,4 +1,10 @@
-"""The command line: ``python -m hybrid_ep <command>``, also installed as ``hybrid-ep``."""
+"""The command line: ``python -m hybrid_ep <command>``, also installed as ``hybrid-ep``.
+
+A command is a folder with a ``command.py``: ``HELP`` (one line), ``add_arguments(parser)`` and
+``run(args) -> int``, the exit code: 0 for success, 1 for a check that failed or a machine that
+lacks something, 2 for usage. ``run`` raises ``ValueError`` for wrong usage, ``OSError`` and
+``RanksFailed``, which are printed here.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"hybrid_ep {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
-    modules = {name: importlib.import_module(f"hybrid_ep.cli.{name}") for name in COMMANDS}
+    modules = {name: importlib.import_module(f"hybrid_ep.{name}.command") for name in COMMANDS}
     for name, module in modules.items():
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter

@@ -16,13 +16,13 @@ import torch.distributed as dist
 from hybrid_ep import round_trip, rules
 from hybrid_ep.backends import Backend
 from hybrid_ep.backends.torch import TorchBackend
+from hybrid_ep.backends.trace import chrome_trace
 from hybrid_ep.config import Config
 from hybrid_ep.errors import SetupError
 from hybrid_ep.limits import as_integer, round_up
 from hybrid_ep.ranks import Ranks
 from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
 from hybrid_ep.torch_ops import prepare_order
-from hybrid_ep.trace import chrome_trace
 
 _log = logging.getLogger("hybrid_ep")
 _next_id = itertools.count()

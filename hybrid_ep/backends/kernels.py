@@ -19,10 +19,10 @@ from torch import Tensor, float32, int32
 from hybrid_ep.backends import Route
 from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.backends.streams import StreamOrder
+from hybrid_ep.backends.trace import Event
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, give_up_reason
 from hybrid_ep.limits import MIN_CAPABILITY, ROW_ALIGN, beyond
-from hybrid_ep.trace import Event
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer

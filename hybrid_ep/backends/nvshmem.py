@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from hybrid_ep.backends import kernels
 from hybrid_ep.backends.kernels import raise_together
+from hybrid_ep.backends.nvshmem_library import load_host_library
 from hybrid_ep.fabric import nccl_files, network_environment, read_ports
+from hybrid_ep.layout.network_window import network_window
 from hybrid_ep.limits import round_up
-from hybrid_ep.network_window import network_window
-from hybrid_ep.nvshmem_library import load_host_library
 from hybrid_ep.topology import Topology
 
 if TYPE_CHECKING:

@@ -43,7 +43,7 @@ class Call:
         rank_us: median of each rank.
         bare: the all_to_all that took turns with it.
         kernels_us: its kernels alone, on the slowest rank, median; None where nothing was traced.
-        phases_us: of each phase of ``hybrid_ep.trace.PhaseTimes``, likewise.
+        phases_us: of each phase of ``hybrid_ep.backends.trace.PhaseTimes``, likewise.
         sms_occupied: how many SMs its kernels ran on, all of them together, likewise.
     """
 

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch.distributed as dist
 
+from hybrid_ep.backends.trace import PhaseTimes, phase_times
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS
 from hybrid_ep.buffer import Buffer
-from hybrid_ep.trace import PhaseTimes, phase_times
 
 TRACED_CALLS = 5
 

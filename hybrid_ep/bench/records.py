@@ -29,7 +29,7 @@ def make_record(
     options: Options,
     ceilings: dict[str, Any],
 ) -> dict[str, Any]:
-    """One call's record, as it stands in the JSON; ``hybrid_ep.cli.bench`` says what is in it."""
+    """One call's record, as it stands in the JSON; see ``hybrid_ep.bench.command``."""
     median = statistics.median(call.us)
     gbps = call.link_bytes / median / 1e3
     sms = None if call.backend in BASELINES else sms

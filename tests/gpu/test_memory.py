@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hybrid_ep.nvlink_sizes import symmetric_regions
+from hybrid_ep.layout.buffer_layout import symmetric_regions
 from tests.cases import Case
 from tests.ranks import memory
 

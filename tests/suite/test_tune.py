@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hybrid_ep import bench, tune
-from hybrid_ep.tune import Goal
+from hybrid_ep import bench
+from hybrid_ep.tune import search as tune
+from hybrid_ep.tune.search import Goal
 from tests.launch import Pool, Rank
 
 

@@ -17,16 +17,16 @@ import torch.distributed as dist
 import hybrid_ep
 from hybrid_ep import bench
 from hybrid_ep.__main__ import main
+from hybrid_ep.backends.trace import Event, PhaseTimes
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.charts import _phase_bars, plot
 from hybrid_ep.bench.clock import HOST_CALLS, Call, Clock
+from hybrid_ep.bench.command import _sweeps, add_arguments
 from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
 from hybrid_ep.bench.table import print_table
-from hybrid_ep.cli.bench import _sweeps, add_arguments
-from hybrid_ep.trace import Event, PhaseTimes
 from tests.launch import Pool, Rank
 
 TINY = bench.Options(

@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from hybrid_ep.__main__ import main
-from hybrid_ep.cli import bench, check, demo
+from hybrid_ep.bench import command as bench
+from hybrid_ep.check import command as check
+from hybrid_ep.demo import command as demo
 from hybrid_ep.launch import Failure, RanksFailed
 from hybrid_ep.launch import _free_port as free_port
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.cli import demo
+from hybrid_ep.demo import command as demo
 from hybrid_ep.demo.model import NUM_EXPERTS
 from hybrid_ep.demo.report import Report
 from hybrid_ep.demo.text import load_text, unigram_bits

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_ep import nvidia
-from hybrid_ep.cli import doctor
-from hybrid_ep.diagnosis import (
+from hybrid_ep.doctor import command as doctor
+from hybrid_ep.doctor import nvidia
+from hybrid_ep.doctor.diagnosis import (
     BACKENDS,
     Finding,
     diagnose,
@@ -20,8 +20,8 @@ from hybrid_ep.diagnosis import (
     usable_backends,
     version_of,
 )
+from hybrid_ep.doctor.machine import Facts, Gpu, gather_facts, load_error
 from hybrid_ep.fabric import Port
-from hybrid_ep.machine import Facts, Gpu, gather_facts, load_error
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 150_000_000_000, 0, 0, nvlink_lanes=18)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80_000_000_000)

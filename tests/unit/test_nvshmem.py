@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep import Config, limits, nvshmem_library
-from hybrid_ep.backends import kernels, nvshmem
+from hybrid_ep import Config, limits
+from hybrid_ep.backends import kernels, nvshmem, nvshmem_library
 from hybrid_ep.fabric import Port, network_environment
+from hybrid_ep.layout.relay_layout import relay_handle_bytes, relay_regions
 from hybrid_ep.limits import beyond
-from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
 from hybrid_ep.topology import ranks_of_a_host
 from tests.ranks import fake_nvshmem
 

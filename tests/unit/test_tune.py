@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import Config, bench, tune
+from hybrid_ep import Config, bench
 from hybrid_ep.__main__ import main
-from hybrid_ep.cli import tune as command
-from hybrid_ep.tune import Goal, Measurement, choose, confirm, search
+from hybrid_ep.tune import command
+from hybrid_ep.tune import search as tune
+from hybrid_ep.tune.search import Goal, Measurement, choose, confirm, search
 from tests.launch import Pool, Rank
 
 TUNED = Config(

@@ -31,11 +31,11 @@ import torch
 
 from hybrid_ep import bench
 from hybrid_ep.bench.records import describe_machine
-from hybrid_ep.cli.files import make_room
 from hybrid_ep.config import Config
 from hybrid_ep.launch import on_ranks, ranks_here
-from hybrid_ep.tables import print_table
-from hybrid_ep.tune import AIMS, Goal, Measurement, Tuned, tune
+from hybrid_ep.output.files import make_room
+from hybrid_ep.output.tables import print_table
+from hybrid_ep.tune.search import AIMS, Goal, Measurement, Tuned, tune
 
 HELP = "find SM counts and slices for a shape on these GPUs, as a file that Buffer loads"
 

@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep import limits, nvlink_sizes, scaling_tables
-from hybrid_ep.cli import plan as command
+from hybrid_ep import limits
 from hybrid_ep.config import Config
-from hybrid_ep.network_window import Window
-from hybrid_ep.nvlink_sizes import handle_bytes, symmetric_regions
-from hybrid_ep.plan import Plan, make_plan
-from hybrid_ep.random_load import worst_rows
+from hybrid_ep.layout.buffer_layout import symmetric_regions
+from hybrid_ep.layout.handle_layout import handle_bytes
+from hybrid_ep.layout.network_window import Window
+from hybrid_ep.plan import command, scaling_tables
+from hybrid_ep.plan.plan import Plan, make_plan, tokens_by_sms
+from hybrid_ep.plan.random_load import worst_rows
 
 EP64 = {
     "num_ranks": 64,
@@ -360,7 +361,7 @@ def test_limits_are_those_of_the_extension() -> None:
     )
     assert (limits.MAX_RANKS, limits.MAX_TOPK) == (extension.MAX_RANKS, extension.MAX_TOPK)
     for case in itertools.product((1, 16, 17, 32, 33, 64), (1, 2047, 2048, 4096)):
-        assert nvlink_sizes.tokens_by_sms(*case) == extension.tokens_by_sms(*case), case
+        assert tokens_by_sms(*case) == extension.tokens_by_sms(*case), case
 
 
 def test_rows_of_odd_bytes_are_beyond_nvlink() -> None:

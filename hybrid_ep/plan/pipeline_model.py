@@ -38,7 +38,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid_ep.limits import check_counts
-from hybrid_ep.plan import NETWORK_GBS, NVLINK_GBS, Plan
+from hybrid_ep.plan.plan import NETWORK_GBS, NVLINK_GBS, Plan
 
 NETWORK_LATENCY_US = 5.0  # assumed: a put with its signal, or a credit, one way
 NVLINK_LATENCY_US = 2.0  # assumed: from the signal to the last bytes of a pull, beside their rate

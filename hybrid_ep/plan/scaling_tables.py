@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hybrid_ep.limits import MAX_CHUNK_TOKENS
-from hybrid_ep.scaling import (
+from hybrid_ep.output.tables import in_bytes, print_table
+from hybrid_ep.plan.scaling import (
     SIMULATED_NODES,
     ScalingRow,
     Shape,
@@ -16,7 +17,6 @@ from hybrid_ep.scaling import (
     scaling_rows,
     simulated_row,
 )
-from hybrid_ep.tables import in_bytes, print_table
 
 Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
 

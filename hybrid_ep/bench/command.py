@@ -37,8 +37,8 @@ from hybrid_ep import bench
 from hybrid_ep.bench.charts import plot
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
-from hybrid_ep.cli.files import check_matplotlib, make_room
 from hybrid_ep.launch import on_ranks, ranks_here
+from hybrid_ep.output.files import check_matplotlib, make_room
 
 HELP = "time dispatch and combine on this machine"
 

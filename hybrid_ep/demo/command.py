@@ -18,13 +18,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from hybrid_ep.buffer import BACKENDS
-from hybrid_ep.cli.files import check_matplotlib, check_writable
 from hybrid_ep.demo.model import HIDDEN, LAYERS, NUM_EXPERTS, SEQUENCE, TOPK
 from hybrid_ep.demo.picture import plot
 from hybrid_ep.demo.report import ranks, show_load, summary
 from hybrid_ep.demo.text import standard_library_files
 from hybrid_ep.demo.training import BATCH, check_and_train
 from hybrid_ep.launch import default_num_ranks, run_ranks
+from hybrid_ep.output.files import check_matplotlib, check_writable
 
 HELP = "train a small MoE transformer here and show what communication costs"
 

@@ -1,19 +1,11 @@
-"""Bytes of the nvshmem backend's memory, for machines without the extension.
-
-csrc/layout/relay_layout.h describes that memory; a test holds these sizes and the extension's
-together.
-"""
+"""Bytes of a rank's symmetric memory and of a live handle on several nodes."""
 
 from __future__ import annotations
 
+from hybrid_ep.layout.buffer_layout import MAX_CHANNELS, REGION_ALIGN, symmetric_regions
+from hybrid_ep.layout.handle_layout import handle_bytes
+from hybrid_ep.layout.record_layout import record_bytes
 from hybrid_ep.limits import round_up
-from hybrid_ep.nvlink_sizes import (
-    MAX_CHANNELS,
-    REGION_ALIGN,
-    handle_bytes,
-    record_bytes,
-    symmetric_regions,
-)
 
 # kNumKinds of Slot, and kOwnWindows, of csrc/layout/relay_layout.h
 NUM_SLOT_FLAGS, OWN_WINDOWS = 6, 4

@@ -13,16 +13,13 @@ from typing import Any
 
 from hybrid_ep.backends.torch_layout import Layout as TorchLayout
 from hybrid_ep.config import Config
+from hybrid_ep.layout.buffer_layout import symmetric_regions
+from hybrid_ep.layout.handle_layout import handle_bytes
+from hybrid_ep.layout.network_window import Window, network_window
+from hybrid_ep.layout.record_layout import record_bytes
+from hybrid_ep.layout.relay_layout import relay_handle_bytes, relay_regions
 from hybrid_ep.limits import ROW_ALIGN, as_integer, beyond, check_counts, round_up
-from hybrid_ep.network_window import Window, network_window
-from hybrid_ep.nvlink_sizes import (
-    handle_bytes,
-    record_bytes,
-    symmetric_regions,
-    tokens_by_sms,
-)
-from hybrid_ep.nvshmem_sizes import relay_handle_bytes, relay_regions
-from hybrid_ep.random_load import Spread, Traffic, random_load
+from hybrid_ep.plan.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
@@ -299,6 +296,16 @@ def make_plan(
         ),
         window=None if num_nodes == 1 else network_window(config, num_nodes=num_nodes),
     )
+
+
+def tokens_by_sms(num_sms: int, num_tokens: int) -> int:
+    """How many tokens of a dispatch SMs publish, if the size is not exact and no graph holds it.
+
+    The copy engine publishes the others. ``tokens_by_sms`` of csrc/runtime.h is its twin.
+    """
+    if num_sms > 32 or num_tokens < 2048:
+        return num_tokens
+    return 512 if num_sms > 16 else 0
 
 
 def _regions(

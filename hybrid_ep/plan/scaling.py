@@ -11,13 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hybrid_ep.limits import check_counts, round_up
-from hybrid_ep.pipeline_model import (
+from hybrid_ep.plan.pipeline_model import (
     Outcome,
     fewest_credits,
     pipeline_of,
     simulate,
 )
-from hybrid_ep.plan import NETWORK_GBS, NVLINK_GBS, Plan, make_plan
+from hybrid_ep.plan.plan import NETWORK_GBS, NVLINK_GBS, Plan, make_plan
 
 SCALING_NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of 8 ranks: 8 to 1,024
 SIMULATED_NODES = (2, 4, 8)

@@ -10,7 +10,7 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
-from hybrid_ep.diagnosis import (
+from hybrid_ep.doctor.diagnosis import (
     BACKENDS,
     Finding,
     diagnose,
@@ -19,7 +19,7 @@ from hybrid_ep.diagnosis import (
     is_healthy,
     usable_backends,
 )
-from hybrid_ep.machine import EXTENSION, Facts, Gpu, gather_facts
+from hybrid_ep.doctor.machine import EXTENSION, Facts, Gpu, gather_facts
 
 HELP = "what this machine has, what each backend needs, and what to do about it"
 

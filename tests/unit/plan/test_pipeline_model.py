@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybrid_ep.pipeline_model import (
+from hybrid_ep.plan.pipeline_model import (
     Pipeline,
     fewest_credits,
     fill_gaps,
@@ -16,8 +16,8 @@ from hybrid_ep.pipeline_model import (
     pipeline_of,
     simulate,
 )
-from hybrid_ep.plan import make_plan
-from hybrid_ep.scaling import Shape, first_network_bound, scaling_rows, simulated_row
+from hybrid_ep.plan.plan import make_plan
+from hybrid_ep.plan.scaling import Shape, first_network_bound, scaling_rows, simulated_row
 
 SETTINGS = {"deadline": None, "derandomize": True}  # the same examples in every run
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from hybrid_ep import nvidia
 from hybrid_ep._version import __version__
+from hybrid_ep.doctor import nvidia
 from hybrid_ep.fabric import Port, nccl_files, read_ports
 
 EXTENSION = "hybrid_ep._nvlink"

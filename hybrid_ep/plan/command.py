@@ -22,15 +22,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep import pipeline_model, scaling_tables
-from hybrid_ep import plan as plans
 from hybrid_ep.config import Config
-from hybrid_ep.network_window import Window
-from hybrid_ep.plan import Phase, Plan, make_plan
-from hybrid_ep.random_load import Traffic
-from hybrid_ep.scaling import Shape
-from hybrid_ep.scaling_tables import Pair
-from hybrid_ep.tables import Rows, in_bytes, print_table
+from hybrid_ep.layout.network_window import Window
+from hybrid_ep.output.tables import Rows, in_bytes, print_table
+from hybrid_ep.plan import pipeline_model, scaling_tables
+from hybrid_ep.plan import plan as plans
+from hybrid_ep.plan.plan import Phase, Plan, make_plan
+from hybrid_ep.plan.random_load import Traffic
+from hybrid_ep.plan.scaling import Shape
+from hybrid_ep.plan.scaling_tables import Pair
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 

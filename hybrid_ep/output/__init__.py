@@ -1,0 +1,1 @@
+"""What commands print and write: tables of text, and files that an option names."""
