@@ -71,22 +71,29 @@ class Options:
         ):
             for value in values:
                 if value not in known:
-                    raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+                    raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         for name in ("tokens", "hidden", "experts", "topk", "sms"):
             if min(getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {min(getattr(self, name))}")
+                raise ValueError(f"--{name} must be at least 1, got {min(getattr(self, name))}")
         if min(self.skew) < 0:
-            raise ValueError(f"skew must not be negative, got {min(self.skew)}")
+            raise ValueError(f"--skew must not be negative, got {min(self.skew)}")
         for experts in self.experts:
             if experts % num_ranks:
-                raise ValueError(f"experts must divide by {num_ranks} ranks, got {experts}")
+                raise ValueError(
+                    f"--experts must be divisible by the {num_ranks} ranks, got {experts}"
+                )
         if max(self.topk) > min(self.experts):
-            raise ValueError(f"topk must not exceed {min(self.experts)} experts")
+            raise ValueError(
+                f"--topk must be at most --experts {min(self.experts)}, got {max(self.topk)}"
+            )
         for hidden, dtype in itertools.product(self.hidden, self.dtypes):
             if hidden * DTYPES[dtype].itemsize % 16:
-                raise ValueError(f"rows must be a multiple of 16 bytes, got {hidden} {dtype}")
-        if self.iters < 1 or self.warmup < 0 or self.align < 1:
-            raise ValueError("iters and align must be at least 1, warmup at least 0")
+                raise ValueError(
+                    f"rows must be a multiple of 16 bytes, got --hidden {hidden} --dtype {dtype}"
+                )
+        for name, least in (("iters", 1), ("align", 1), ("warmup", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
     def shapes(self) -> Iterator[Shape]:
         """Every combination of the sizes."""

@@ -29,7 +29,7 @@ def make_record(
     options: Options,
     ceilings: dict[str, Any],
 ) -> dict[str, Any]:
-    """One call's record, as it stands in the JSON; see ``hybrid_ep.bench.command``."""
+    """One call's record, as it stands in the JSON; see ``hybrid_ep_cli.bench``."""
     median = statistics.median(call.us)
     gbps = call.link_bytes / median / 1e3
     sms = None if call.backend in BASELINES else sms

@@ -30,7 +30,7 @@ def measure(device: torch.device, *sweeps: Options) -> dict[str, Any]:
 
     Returns:
         dict: ``ceilings``, ``records`` and ``skipped`` (why a backend was), the same on all ranks;
-        see ``hybrid_ep.bench.command``.
+        see ``hybrid_ep_cli.bench``.
     """
     clock = Clock(device)
     sms = [n for options in sweeps for n in options.sms]

@@ -1,11 +1,4 @@
-"""Check on this machine that dispatch and combine do what they promise.
-
-Starts its own ranks, or uses torchrun's. One line a property; the last line counts them. The line
-of one that fails says on which ranks and what was seen there; then the exit code is 1.
-
-    hybrid-ep check
-    torchrun --nproc-per-node 8 -m hybrid_ep check
-"""
+"""Runs ``hybrid-ep check``; ``hybrid_ep_cli.check`` has its options."""
 
 from __future__ import annotations
 
@@ -15,19 +8,8 @@ import functools
 import torch
 
 from hybrid_ep import check
-from hybrid_ep.buffer import BACKENDS
 from hybrid_ep.launch import on_ranks, ranks_here
 from hybrid_ep.topology import Topology
-
-HELP = "check dispatch and combine on this machine"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the options."""
-    parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are one node")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,13 +1,4 @@
-"""Train a small mixture-of-experts transformer on this machine, communication included.
-
-Starts its own ranks (the GPUs there are, else 4 on the CPU), compares the distributed layer with
-plain arithmetic on one process, then trains on text that every machine has: the sources of Python's
-standard library, byte by byte. Shows the loss, the share of time that dispatch and combine take,
-and the load of the experts. The batch and every seed are the same for any number of ranks and any
-backend, so two runs can be compared: --json writes what they did.
-
-    hybrid-ep demo --backend torch --json torch.json --plot torch.png
-"""
+"""Runs ``hybrid-ep demo``; ``hybrid_ep_cli.demo`` has its options."""
 
 from __future__ import annotations
 
@@ -15,9 +6,7 @@ import argparse
 import json
 import time
 from dataclasses import asdict
-from pathlib import Path
 
-from hybrid_ep.buffer import BACKENDS
 from hybrid_ep.demo.model import HIDDEN, LAYERS, NUM_EXPERTS, SEQUENCE, TOPK
 from hybrid_ep.demo.picture import plot
 from hybrid_ep.demo.report import ranks, show_load, summary
@@ -25,18 +14,6 @@ from hybrid_ep.demo.text import standard_library_files
 from hybrid_ep.demo.training import BATCH, check_and_train
 from hybrid_ep.launch import default_num_ranks, run_ranks
 from hybrid_ep.output.files import check_matplotlib, check_writable
-
-HELP = "train a small MoE transformer here and show what communication costs"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of ``demo``."""
-    parser.add_argument("--ranks", type=int, help="processes; default: the GPUs, else 4")
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and load, e.g. a .png")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, times and load")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,7 +1,4 @@
-"""What this machine has, what each backend needs of it, and what to do about the difference.
-
-Exit code 0: the torch backend works and nothing that is installed is broken; 1 otherwise.
-"""
+"""Runs ``hybrid-ep doctor``; ``hybrid_ep_cli.doctor`` has its options."""
 
 from __future__ import annotations
 
@@ -20,13 +17,6 @@ from hybrid_ep.doctor.diagnosis import (
     usable_backends,
 )
 from hybrid_ep.doctor.machine import EXTENSION, Facts, Gpu, gather_facts
-
-HELP = "what this machine has, what each backend needs, and what to do about it"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
 
 
 def run(args: argparse.Namespace) -> int:

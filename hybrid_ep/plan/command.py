@@ -1,16 +1,4 @@
-"""Memory, traffic and lower bounds of time of a configuration; needs no GPU and no other rank.
-
-Expected values are means over routings that draw each token's experts uniformly at random; worst
-values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
-
-  hybrid-ep plan --ranks 64 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 256 --topk 8
-  hybrid-ep plan --scaling     dispatch of DeepSeek-V3 on 8 to 1,024 ranks: bytes, floors of time
-  hybrid-ep plan --simulate    its chunks across 2, 4 and 8 nodes: time, overlap, credits needed
-
-These two take the sizes given and DeepSeek-V3's for the others, in bf16 and in fp8 (with a scale of
-4 bytes for 128 values), with uniform routing and with a node limit (4). No network was
-there to measure the nvshmem backend on: what they say of it is a model that awaits comparison.
-"""
+"""Runs ``hybrid-ep plan``; ``hybrid_ep_cli.plan`` has its options."""
 
 from __future__ import annotations
 
@@ -25,91 +13,15 @@ from typing import Any
 from hybrid_ep.config import Config
 from hybrid_ep.layout.network_window import Window
 from hybrid_ep.output.tables import Rows, in_bytes, print_table
-from hybrid_ep.plan import pipeline_model, scaling_tables
-from hybrid_ep.plan import plan as plans
+from hybrid_ep.plan import scaling_tables
 from hybrid_ep.plan.plan import Phase, Plan, make_plan
 from hybrid_ep.plan.random_load import Traffic
 from hybrid_ep.plan.scaling import Shape
 from hybrid_ep.plan.scaling_tables import Pair
 
-HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
-
-STDOUT = "-"
+STDOUT = "-"  # --json without a file
 NODE_LIMIT = 4  # DeepSeek-V3's, of the tables of several nodes
 SIZES = ("ranks", "tokens", "hidden", "experts", "topk")
-SIZES_HELP = (
-    "ranks of the group",
-    "tokens of a rank in one call",
-    "elements of a token",
-    "experts over all ranks",
-    "distinct experts of a token",
-)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of the command."""
-    tables = parser.add_argument_group("tables of several nodes, in place of one plan")
-    tables.add_argument(
-        "--scaling", action="store_true", help="traffic of dispatch on 1 to 128 nodes (of 8 ranks)"
-    )
-    tables.add_argument(
-        "--simulate",
-        action="store_true",
-        help="model the chunks across 2, 4 and 8 nodes; not yet compared with a measurement",
-    )
-    sizes = parser.add_argument_group("sizes, the first five required for one plan")
-    for name, what in zip(SIZES, SIZES_HELP, strict=True):
-        sizes.add_argument(f"--{name}", type=int, help=what)
-    sizes.add_argument(
-        "--ranks-per-node", type=int, help="ranks of a node (default: all; 8 in the tables)"
-    )
-    sizes.add_argument("--dtype", choices=plans.ITEMSIZE, help="of dispatch (default: bf16)")
-    sizes.add_argument("--scale-bytes", type=int, help="bytes of scales per token (default: 0)")
-    sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
-    sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
-    window = parser.add_argument_group("settings of Config, for several nodes")
-    window.add_argument(
-        "--channels",
-        type=int,
-        default=Config.network_channels,
-        help="network_channels: queue pairs to each rail peer",
-    )
-    window.add_argument(
-        "--chunk",
-        type=int,
-        default=Config.network_chunk_tokens,
-        help="network_chunk_tokens: tokens sent with one signal",
-    )
-    window.add_argument(
-        "--window",
-        type=int,
-        default=Config.network_window_chunks,
-        help="network_window_chunks: chunks under way at once",
-    )
-    rates = parser.add_argument_group("rates, per rank and direction")
-    rates.add_argument("--nvlink-gbs", type=float, default=plans.NVLINK_GBS, metavar="GB/S")
-    rates.add_argument("--network-gbs", type=float, default=plans.NETWORK_GBS, metavar="GB/S")
-    for name, us, what in (
-        ("network-latency", pipeline_model.NETWORK_LATENCY_US, "latency of the network"),
-        ("nvlink-latency", pipeline_model.NVLINK_LATENCY_US, "latency of NVLink"),
-        ("put", pipeline_model.PUT_US, "time of the network card per put and signal"),
-        ("pass-on", pipeline_model.PASS_ON_US, "time until a node's other ranks hear of a chunk"),
-    ):
-        rates.add_argument(
-            f"--{name}-us",
-            type=float,
-            default=us,
-            metavar="US",
-            help=f"for --simulate: {what}; an assumption (default: {us:g})",
-        )
-    rates.add_argument("--sms", type=int, default=Config.num_sms_dispatch, help="SMs of a phase")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help="write the plan as JSON to FILE; without FILE to stdout, instead of the tables",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -134,21 +46,26 @@ def _one_plan(args: argparse.Namespace) -> Plan:
         dtype=args.dtype or "bf16",
         scale_bytes=args.scale_bytes or 0,
         align=args.align,
-        nvlink_gbs=args.nvlink_gbs,
-        network_gbs=args.network_gbs,
-        num_sms=args.sms,
         node_limit=args.node_limit,
         config=_config(args),
+        **_given(nvlink_gbs=args.nvlink_gbs, network_gbs=args.network_gbs, num_sms=args.sms),
     )
 
 
 def _config(args: argparse.Namespace) -> Config:
     """The settings meant; ValueError where no Buffer would take them."""
     return Config(
-        network_channels=args.channels,
-        network_chunk_tokens=args.chunk,
-        network_window_chunks=args.window,
+        **_given(
+            network_channels=args.channels,
+            network_chunk_tokens=args.chunk,
+            network_window_chunks=args.window,
+        )
     )
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    """Those that were typed: the library has the defaults of the others."""
+    return {name: value for name, value in options.items() if value is not None}
 
 
 def _several_nodes(args: argparse.Namespace) -> int:
@@ -182,16 +99,15 @@ def _several_nodes(args: argparse.Namespace) -> int:
 
 def _pairs(args: argparse.Namespace) -> list[Pair]:
     """For each dtype the shape with uniform routing and with a node limit."""
-    options = {
-        "ranks_per_node": args.ranks_per_node,
-        "max_tokens": args.tokens,
-        "hidden": args.hidden,
-        "num_experts": args.experts,
-        "topk": args.topk,
-        "nvlink_gbs": args.nvlink_gbs,
-        "network_gbs": args.network_gbs,
-    }
-    given = {name: value for name, value in options.items() if value is not None}
+    given = _given(
+        ranks_per_node=args.ranks_per_node,
+        max_tokens=args.tokens,
+        hidden=args.hidden,
+        num_experts=args.experts,
+        topk=args.topk,
+        nvlink_gbs=args.nvlink_gbs,
+        network_gbs=args.network_gbs,
+    )
     limit = NODE_LIMIT if args.node_limit is None else args.node_limit
     pairs = []
     for dtype in (args.dtype,) if args.dtype else ("bf16", "fp8"):

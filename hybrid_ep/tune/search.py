@@ -61,13 +61,13 @@ class Goal:
     def check(self) -> None:
         """Raise ValueError where a value breaks a rule."""
         if self.aim not in AIMS:
-            raise ValueError(f"aim must be one of {', '.join(AIMS)}, got {self.aim!r}")
+            raise ValueError(f"--aim must be one of {', '.join(AIMS)}, got {self.aim!r}")
         if self.max_sms < 1:
-            raise ValueError(f"max-sms must be at least 1, got {self.max_sms}")
+            raise ValueError(f"--max-sms must be at least 1, got {self.max_sms}")
         if not self.within >= 1:
-            raise ValueError(f"within must be at least 1, got {self.within}")
+            raise ValueError(f"--within must be at least 1, got {self.within}")
         if not self.seconds > 0:
-            raise ValueError(f"seconds must be positive, got {self.seconds}")
+            raise ValueError(f"--seconds must be positive, got {self.seconds}")
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 from collections.abc import Callable
@@ -16,17 +15,17 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import bench
-from hybrid_ep.__main__ import main
 from hybrid_ep.backends.trace import Event, PhaseTimes
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.charts import _phase_bars, plot
 from hybrid_ep.bench.clock import HOST_CALLS, Call, Clock
-from hybrid_ep.bench.command import _sweeps, add_arguments
+from hybrid_ep.bench.command import _sweeps
 from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
 from hybrid_ep.bench.table import print_table
+from hybrid_ep_cli.main import main, make_parser
 from tests.launch import Pool, Rank
 
 TINY = bench.Options(
@@ -346,12 +345,11 @@ def test_phases_are_medians_of_the_slowest_rank(world: Callable[[int], Pool]) ->
 
 
 def test_sweeps_by_name() -> None:
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
-    (sweep,) = _sweeps(parser.parse_args("--sweep tokens --hidden 64 --device cpu".split()))
+    parser = make_parser()
+    (sweep,) = _sweeps(parser.parse_args("bench --sweep tokens --hidden 64 --device cpu".split()))
     assert sweep.tokens == (1024, 2048, 4096, 8192, 16384, 32768)
     assert (sweep.hidden, sweep.experts, sweep.backward) == ((64,), (16,), False)
-    (named,) = _sweeps(parser.parse_args("--sweep tokens --tokens 8 16 --backward".split()))
+    (named,) = _sweeps(parser.parse_args("bench --sweep tokens --tokens 8 16 --backward".split()))
     assert named.tokens == (8, 16)
     assert named.backward
 
@@ -359,11 +357,11 @@ def test_sweeps_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"experts": (7,)}, "experts must divide by 2 ranks, got 7"),
-        ({"topk": (9,)}, "topk must not exceed 8"),
+        ({"experts": (7,)}, "--experts must be divisible by the 2 ranks, got 7"),
+        ({"topk": (9,)}, "--topk must be at most --experts 8, got 9"),
         ({"hidden": (4,)}, "multiple of 16 bytes"),
         ({"backends": ("quick",)}, "backend must be one of"),
-        ({"iters": 0}, "iters and align must be at least 1"),
+        ({"iters": 0}, "--iters must be at least 1, got 0"),
         ({"tokens": (0,)}, "tokens must be at least 1"),
         ({"skew": (0.0, -1.0)}, "skew must not be negative, got -1.0"),
     ],

@@ -4,16 +4,25 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 
 import pytest
 import torch
 
-from hybrid_ep.__main__ import main
+import hybrid_ep.buffer
+import hybrid_ep_cli.bench
+import hybrid_ep_cli.tune
 from hybrid_ep.bench import command as bench
+from hybrid_ep.bench import options as bench_options
 from hybrid_ep.check import command as check
 from hybrid_ep.demo import command as demo
 from hybrid_ep.launch import Failure, RanksFailed
 from hybrid_ep.launch import _free_port as free_port
+from hybrid_ep.plan import pipeline_model
+from hybrid_ep.plan.plan import ITEMSIZE
+from hybrid_ep.tune.search import AIMS, Goal
+from hybrid_ep_cli import options
+from hybrid_ep_cli.main import COMMANDS, main, make_parser
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -29,17 +38,17 @@ def test_check_passes(capfd, num_ranks):
     ("arguments", "says"),
     [
         ("bench --backend nccl", "nccl"),
-        ("bench --ranks 3", "experts must divide by 3 ranks, got 256"),
+        ("bench --ranks 3", "--experts must be divisible by the 3 ranks, got 256"),
         ("bench --json /dev/null/report.json", "--json must name a file that can be written"),
         ("bench --plot /", "--plot must name a file that can be written, got /"),
         ("bench --read no/such/file", "--read must name a file that --json wrote: "),
         ("bench --read /dev/null", "--read must name a file that --json wrote: "),
         ("check --ranks 0", "--ranks must be at least 1, got 0"),
-        ("check --ranks 4 --ranks-per-node 3", "got ranks_per_node=3 with 4 ranks"),
+        ("check --ranks 4 --ranks-per-node 3", "got --ranks-per-node 3 with 4 ranks"),
         ("demo --ranks 3", "--ranks must divide the number of experts, 16, got 3"),
         ("demo --json /", "--json must name a file that can be written, got /"),
         ("plan --ranks 1 --tokens 8 --hidden 8 --experts 8 --topk 1 --json /", "--json must name"),
-        ("plan --ranks 3 --tokens 8 --hidden 8 --experts 8 --topk 1", "num_experts must be div"),
+        ("plan --ranks 3 --tokens 8 --hidden 8 --experts 8 --topk 1", "--experts must be div"),
     ],
 )
 def test_wrong_usage_is_said_with_exit_code_2(capfd, arguments, says):
@@ -143,3 +152,53 @@ def test_under_torchrun_one_rank_tells_what_all_ranks_raise(tmp_path):
     assert told[0].startswith("hybrid-ep check: the nvlink backend cannot run: rank 0: ")
     assert told[0].count("\n") == 1
     assert told[1] == ""
+
+
+# ---- options
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--version", *(f"{c} --help" for c in COMMANDS)])
+def test_help_needs_no_torch(arguments):
+    program = (
+        "import sys; sys.modules['torch'] = None\n"  # importing it raises an ImportError
+        f"from hybrid_ep_cli.main import main; main({arguments.split()!r})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "hybrid" in done.stdout
+
+
+def test_options_have_the_names_of_the_library():
+    assert options.BACKENDS == hybrid_ep.buffer.BACKENDS
+    assert options.DTYPES == tuple(bench_options.DTYPES) == tuple(ITEMSIZE)
+    assert hybrid_ep_cli.bench.SWEEPS == tuple(bench_options.SWEEPS)
+    assert hybrid_ep_cli.bench.SIZINGS == bench_options.SIZINGS
+    assert hybrid_ep_cli.tune.AIMS == AIMS
+
+
+def test_options_have_the_defaults_of_the_library():
+    sizes = "--tokens 1 --hidden 1 --experts 1 --topk 1".split()
+    tuned = vars(make_parser().parse_args(["tune", *sizes, "--out", "config.json"]))
+    assert Goal(**{name: tuned[name] for name in asdict(Goal())}) == Goal()
+    timed = make_parser().parse_args(["bench"])
+    for name in ("align", "iters", "warmup", "weighted"):
+        assert getattr(timed, name) == getattr(bench_options.Options, name)
+    for name, told in hybrid_ep_cli.bench.SIZES.items():
+        assert " ".join(map(str, bench._DEFAULTS[name])) == told.partition(",")[0]
+    planned = vars(make_parser().parse_args(["plan"]))
+    for name in ("network_latency_us", "nvlink_latency_us", "put_us", "pass_on_us"):
+        assert planned[name] == getattr(pipeline_model, name.upper())
+
+
+@pytest.mark.parametrize(
+    ("text", "typed"),
+    [
+        ("Config.network_chunk_tokens must be at most 32", "--chunk must be at most 32"),
+        ("got num_experts=10 with 4 ranks", "got --experts 10 with 4 ranks"),
+        ("2 * network_window_chunks * max_tokens", "2 * --window * --tokens"),
+        ("--json must name a file, got /hidden/topk.json", None),
+        ("--topk must be at most 8", None),
+    ],
+)
+def test_an_error_speaks_of_what_was_typed(text, typed):
+    assert options.as_typed(text) == (text if typed is None else typed)

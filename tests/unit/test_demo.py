@@ -13,12 +13,11 @@ from hybrid_ep.demo import command as demo
 from hybrid_ep.demo.model import NUM_EXPERTS
 from hybrid_ep.demo.report import Report
 from hybrid_ep.demo.text import load_text, unigram_bits
+from hybrid_ep_cli.main import make_parser
 
 
 def arguments(*flags: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser()
-    demo.add_arguments(parser)
-    return parser.parse_args([*flags, "--device", "cpu", "--backend", "torch"])
+    return make_parser().parse_args(["demo", *flags, "--device", "cpu", "--backend", "torch"])
 
 
 def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

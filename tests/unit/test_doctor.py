@@ -1,6 +1,5 @@
 """The doctor's advice for made-up machines, and that it can look at this one."""
 
-import argparse
 import json
 import os
 import sys
@@ -22,6 +21,7 @@ from hybrid_ep.doctor.diagnosis import (
 )
 from hybrid_ep.doctor.machine import Facts, Gpu, gather_facts, load_error
 from hybrid_ep.fabric import Port
+from hybrid_ep_cli.main import main
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 150_000_000_000, 0, 0, nvlink_lanes=18)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80_000_000_000)
@@ -580,13 +580,11 @@ def test_command(
     error: str | None, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     monkeypatch.setattr(doctor, "gather_facts", lambda: two_h200(extension_error=error))
-    parser = argparse.ArgumentParser()
-    doctor.add_arguments(parser)
-    assert doctor.run(parser.parse_args(["--json"])) == code
+    assert main(["doctor", "--json"]) == code
     report = json.loads(capsys.readouterr().out)
     assert report["healthy"] == (code == 0)
     assert report["facts"]["gpus"][1]["name"] == "NVIDIA H200"
     assert {finding["backend"] for finding in report["findings"]} == set(BACKENDS)
 
-    assert doctor.run(parser.parse_args([])) == code
+    assert main(["doctor"]) == code
     assert "usable backends: torch" in capsys.readouterr().out

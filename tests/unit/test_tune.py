@@ -16,10 +16,10 @@ import torch
 
 import hybrid_ep
 from hybrid_ep import Config, bench
-from hybrid_ep.__main__ import main
 from hybrid_ep.tune import command
 from hybrid_ep.tune import search as tune
 from hybrid_ep.tune.search import Goal, Measurement, choose, confirm, search
+from hybrid_ep_cli.main import main
 from tests.launch import Pool, Rank
 
 TUNED = Config(
@@ -328,11 +328,11 @@ def test_what_looked_best_is_measured_again(case: Doubt) -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"aim": "best"}, "aim must be one of fastest, fewest, got 'best'"),
-        ({"max_sms": 0}, "max-sms must be at least 1, got 0"),
-        ({"within": 0.9}, "within must be at least 1, got 0.9"),
-        ({"within": float("nan")}, "within must be at least 1, got nan"),
-        ({"seconds": 0.0}, "seconds must be positive, got 0.0"),
+        ({"aim": "best"}, "--aim must be one of fastest, fewest, got 'best'"),
+        ({"max_sms": 0}, "--max-sms must be at least 1, got 0"),
+        ({"within": 0.9}, "--within must be at least 1, got 0.9"),
+        ({"within": float("nan")}, "--within must be at least 1, got nan"),
+        ({"seconds": 0.0}, "--seconds must be positive, got 0.0"),
     ],
 )
 def test_bad_goal(change: dict[str, Any], rule: str) -> None:
@@ -452,9 +452,9 @@ def test_command_without_a_gpu(
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ("--aim fewest --within 0.5", "within must be at least 1, got 0.5"),
-        ("--topk 5", "topk must not exceed 4 experts"),
-        ("--ranks 3", "experts must divide by 3 ranks, got 4"),
+        ("--aim fewest --within 0.5", "--within must be at least 1, got 0.5"),
+        ("--topk 5", "--topk must be at most --experts 4, got 5"),
+        ("--ranks 3", "--experts must be divisible by the 3 ranks, got 4"),
         ("--json /dev/null/report.json", "--json must name a file that can be written"),
         ("--out /", "--out must name a file that can be written, got /"),
     ],

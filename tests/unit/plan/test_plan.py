@@ -1,6 +1,5 @@
 """The plan's arithmetic against simulation, construction and the Buffer itself."""
 
-import argparse
 import itertools
 import json
 import re
@@ -18,6 +17,7 @@ from hybrid_ep.layout.network_window import Window
 from hybrid_ep.plan import command, scaling_tables
 from hybrid_ep.plan.plan import Plan, make_plan, tokens_by_sms
 from hybrid_ep.plan.random_load import worst_rows
+from hybrid_ep_cli.main import main, make_parser
 
 EP64 = {
     "num_ranks": 64,
@@ -442,12 +442,13 @@ def test_Megatron_LM_3999_too_deep_a_queue_is_refused() -> None:
     ],
 )
 def test_plan_refuses_settings_that_config_refuses(
-    way: list[str], option: str, name: str, value: int
+    way: list[str], option: str, name: str, value: int, capsys: pytest.CaptureFixture
 ) -> None:
     with pytest.raises(ValueError) as refusal:
         Config(**{name: value})
-    with pytest.raises(ValueError, match=re.escape(str(refusal.value))):
-        run_options(*(way or SIZES.split()), option, str(value))
+    assert main(["plan", *(way or SIZES.split()), option, str(value)]) == 2
+    typed = str(refusal.value).replace(f"Config.{name}", option)
+    assert capsys.readouterr().err == f"hybrid-ep plan: {typed}\n"
 
 
 def test_plan_without_settings_has_those_of_config() -> None:
@@ -561,9 +562,7 @@ def test_bad_input_names_rule_and_value(changes: dict, says: str) -> None:
 
 
 def run_options(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
+    return command.run(make_parser().parse_args(["plan", *words]))
 
 
 def run_command(*words: str) -> int:
@@ -619,14 +618,8 @@ def test_command_refuses_what_the_plan_refuses() -> None:
 # ---- tables of several nodes
 
 
-def run_tables(*words: str) -> int:
-    parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
-    return command.run(parser.parse_args(words))
-
-
 def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.CaptureFixture) -> None:
-    assert run_tables("--scaling") == 0
+    assert run_options("--scaling") == 0
     text = capsys.readouterr().out
     for dtype in ("bf16, 14,368 bytes", "fp8, 7,424 bytes"):
         for routing in ("uniform", "at most 4 nodes"):
@@ -637,7 +630,7 @@ def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.Captur
 
 
 def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture) -> None:
-    assert run_tables("--simulate") == 0
+    assert run_options("--simulate") == 0
     text = capsys.readouterr().out
     rows = re.findall(r"^  (bf16|fp8) +(uniform|at most 4 nodes) +(\d) ", text, re.MULTILINE)
     assert rows == [
@@ -650,7 +643,7 @@ def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture
 
 
 def test_tables_as_json_say_that_they_are_a_model(capsys: pytest.CaptureFixture) -> None:
-    assert run_tables("--scaling", "--simulate", "--json", "--network-latency-us", "20") == 0
+    assert run_options("--scaling", "--simulate", "--json", "--network-latency-us", "20") == 0
     report = json.loads(capsys.readouterr().out)
     assert "awaits comparison" in report["status"]
     assert len(report["scaling"]) == 4 * 8
@@ -663,7 +656,7 @@ def test_tables_take_the_sizes_that_are_given(capsys: pytest.CaptureFixture, tmp
     sizes = "--ranks-per-node 4 --tokens 100 --hidden 64 --experts 24 --topk 2 --dtype fp8"
     path = tmp_path / "scaling.json"
     words = ("--scaling", *sizes.split(), "--node-limit", "1", "--json", str(path))
-    assert run_tables(*words) == 0
+    assert run_options(*words) == 0
     rows = json.loads(path.read_text())["scaling"]
     assert [row["num_ranks"] for row in rows] == 2 * [4, 8, 16, 32, 64, 128, 256, 512]
     assert [row["num_experts"] for row in rows][:4] == [24, 24, 32, 32]
@@ -674,11 +667,11 @@ def test_tables_take_the_sizes_that_are_given(capsys: pytest.CaptureFixture, tmp
 
 def test_tables_have_numbers_of_nodes_of_their_own() -> None:
     with pytest.raises(ValueError, match=r"--ranks must be left out .* got 64"):
-        run_tables("--scaling", "--ranks", "64")
+        run_options("--scaling", "--ranks", "64")
     with pytest.raises(ValueError, match="missing: --ranks, --hidden, --topk"):
-        run_tables("--tokens", "1", "--experts", "8")
+        run_options("--tokens", "1", "--experts", "8")
     with pytest.raises(ValueError, match="ranks_per_node must be an integer of at least 1, got 0"):
-        run_tables("--scaling", "--ranks-per-node", "0")
+        run_options("--scaling", "--ranks-per-node", "0")
 
 
 def test_the_simulation_sweeps_sizes_that_config_takes() -> None:

@@ -1,0 +1,82 @@
+"""Time dispatch and combine here, beside plain torch's and what the hardware carries.
+
+Starts its own ranks, or uses torchrun's. Every option that takes several values is measured for
+each. On GPUs without any size named: a sweep of less than a minute at T 4096, H 7168, K 8.
+GB/s counts what leaves a rank: a token once per other rank that has one of its experts.
+
+    hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
+    hybrid-ep bench --sweep tokens
+
+The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
+pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
+nccl or gloo all of it in plain torch), mode, direction, sizing, max_rows (the bound: what the
+largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dtype, skew, align,
+weighted, sms (of publish, pull and the sums alike), us_median, us_min, us_max (of the slowest rank
+in each iteration), us_fastest_rank (median of the fastest rank), rank_spread_us (medians of the
+fastest and of the slowest rank), host_us (of a call among others, where the host does not wait) and
+host_us_after_idle (of the timed calls), kernels_us, phases_us (by phase) and sms_occupied (how many
+SMs any kernel of the call ran on, so also routing's two short ones, which have grids of their own;
+these three of nvlink alone, from other calls, which note time stamps; the slowest rank, medians),
+rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the input sets), gbps,
+ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is none, of the peer
+copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hybrid_ep_cli.options import DTYPES, add_device, add_ranks
+
+HELP = "time dispatch and combine on this machine"
+
+SWEEPS = ("tokens",)
+SIZINGS = ("exact", "max_rows")
+SIZES = {
+    "tokens": "4096",
+    "hidden": "1024, on GPUs 7168",
+    "experts": "256",
+    "topk": "8",
+    "sms": "16 32 48",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    parser.add_argument(
+        "--sweep",
+        choices=SWEEPS,
+        help="tokens: 1k to 32k of one shape, and what is fixed in a call; sizes may be named too",
+    )
+    add_ranks(parser)
+    parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
+    add_device(parser)
+    for name, default in SIZES.items():
+        parser.add_argument(
+            f"--{name}", type=int, nargs="+", metavar="N", help=f"default {default}"
+        )
+    parser.add_argument("--dtype", nargs="+", dest="dtypes", choices=DTYPES)
+    parser.add_argument("--sizing", nargs="+", default=list(SIZINGS), choices=SIZINGS)
+    parser.add_argument(
+        "--skew",
+        type=float,
+        nargs="+",
+        metavar="X",
+        help="exponents of a Zipf law of the experts' load; default 0, uniform",
+    )
+    parser.add_argument("--align", type=int, default=1)
+    parser.add_argument("--weighted", action="store_true", help="combine with weights")
+    parser.add_argument(
+        "--backward",
+        action=argparse.BooleanOptionalAction,
+        help="time the gradients; default: where sizes are named, or without a GPU; not in a sweep",
+    )
+    parser.add_argument("--iters", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=5)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
+    parser.add_argument("--commit", help="of the code, for the report; default: what git says")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="measure nothing: show what --json wrote before"
+    )

@@ -1,0 +1,29 @@
+"""Train a small mixture-of-experts transformer on this machine, communication included.
+
+Starts its own ranks (the GPUs there are, else 4 on the CPU), compares the distributed layer with
+plain arithmetic on one process, then trains on text that every machine has: the sources of Python's
+standard library, byte by byte. Shows the loss, the share of time that dispatch and combine take,
+and the load of the experts. The batch and every seed are the same for any number of ranks and any
+backend, so two runs can be compared: --json writes what they did.
+
+    hybrid-ep demo --backend torch --json torch.json --plot torch.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hybrid_ep_cli.options import BACKENDS, add_device, add_ranks
+
+HELP = "train a small MoE transformer here and show what communication costs"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the options."""
+    add_ranks(parser)
+    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
+    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    add_device(parser)
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and load, e.g. a .png")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, times and load")

@@ -1,0 +1,71 @@
+"""``hybrid-ep COMMAND``: read the options, run the command, print what it raises."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from hybrid_ep_cli import bench, check, demo, doctor, plan, tune
+from hybrid_ep_cli.options import as_typed
+
+COMMANDS = {
+    "demo": demo,
+    "check": check,
+    "bench": bench,
+    "tune": tune,
+    "plan": plan,
+    "doctor": doctor,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code (0 good, 1 found a fault, 2 wrong usage)."""
+    args = make_parser().parse_args(argv)
+    # torch is imported here, and not for help
+    command = importlib.import_module(f"hybrid_ep.{args.command}.command")
+    from hybrid_ep.launch import RanksFailed
+
+    try:
+        code = command.run(args)
+        sys.stdout.flush()
+        return code
+    except ValueError as error:
+        print(f"hybrid-ep {args.command}: {as_typed(str(error))}", file=sys.stderr)
+        return 2
+    except RanksFailed as error:
+        if error.speaks:
+            print(f"hybrid-ep {args.command}: {error.told}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:  # of `hybrid-ep plan | head`; at exit Python would flush and say so
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(
+        prog="hybrid-ep", description="Expert-parallel dispatch and combine for PyTorch."
+    )
+    parser.add_argument("--version", action="version", version=f"hybrid_ep {_version()}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    for name, module in COMMANDS.items():
+        command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        module.add_arguments(command)
+    return parser
+
+
+def _version() -> str:
+    """The version of the package beside this one, read without importing it."""
+    file = Path(__file__).parents[1] / "hybrid_ep" / "_version.py"
+    return runpy.run_path(str(file))["__version__"]

@@ -1,0 +1,49 @@
+"""Options that several commands have, and the names that the library has for options."""
+
+from __future__ import annotations
+
+import argparse
+import re
+
+# What the library knows too, without its imports; tests/unit/test_commands.py compares them.
+BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
+DTYPES = ("bf16", "fp16", "fp32", "fp8")
+
+_OPTIONS = {
+    "num_ranks": "--ranks",
+    "ranks_per_node": "--ranks-per-node",
+    "max_tokens": "--tokens",
+    "hidden": "--hidden",
+    "num_experts": "--experts",
+    "topk": "--topk",
+    "dtype": "--dtype",
+    "scale_bytes": "--scale-bytes",
+    "align": "--align",
+    "node_limit": "--node-limit",
+    "num_sms": "--sms",
+    "network_channels": "--channels",
+    "network_chunk_tokens": "--chunk",
+    "network_window_chunks": "--window",
+    "nvlink_gbs": "--nvlink-gbs",
+    "network_gbs": "--network-gbs",
+    "network_latency_us": "--network-latency-us",
+    "nvlink_latency_us": "--nvlink-latency-us",
+    "put_us": "--put-us",
+    "pass_on_us": "--pass-on-us",
+}
+_NAME = re.compile(rf"(?<![\w./-])(?:Config\.)?({'|'.join(_OPTIONS)})(?![\w/-])(=)?")
+
+
+def as_typed(text: str) -> str:
+    """An error of the library in the user's words: ``num_ranks=3`` is ``--ranks 3``."""
+    return _NAME.sub(lambda name: _OPTIONS[name[1]] + (" " if name[2] else ""), text)
+
+
+def add_ranks(parser: argparse.ArgumentParser) -> None:
+    """``--ranks``, of a command that starts them."""
+    parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    """``--device``."""
+    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
