@@ -8,8 +8,8 @@ values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
   hybrid-ep plan --simulate    its chunks across 2, 4 and 8 nodes: time, overlap, credits needed
 
 These two take the sizes given and DeepSeek-V3's for the others, in bf16 and in fp8 (with a scale of
-4 bytes for 128 values), with uniform routing and with a node limit (4). No network was
-there to measure the nvshmem backend on: what they say of it is a model that awaits comparison.
+4 bytes for 128 values), with uniform routing and with a node limit (4). No network was available
+to measure several nodes on: what is said of them is a model, and the output says so.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     tables.add_argument(
         "--simulate",
         action="store_true",
-        help="model the chunks across 2, 4 and 8 nodes; not yet compared with a measurement",
+        help="model the chunks across 2, 4 and 8 nodes; no measurement has confirmed the model",
     )
     sizes = parser.add_argument_group("sizes, the first five required for one plan")
     for name, what in SIZES.items():

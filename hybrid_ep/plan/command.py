@@ -14,7 +14,7 @@ from hybrid_ep.config import Config
 from hybrid_ep.layout.network_window import Window
 from hybrid_ep.output.tables import Rows, in_bytes, print_table
 from hybrid_ep.plan import scaling_tables
-from hybrid_ep.plan.plan import Phase, Plan, make_plan
+from hybrid_ep.plan.plan import UNCONFIRMED, Phase, Plan, make_plan
 from hybrid_ep.plan.random_load import Traffic
 from hybrid_ep.plan.scaling import Shape
 from hybrid_ep.plan.scaling_tables import Pair
@@ -94,7 +94,7 @@ def _several_nodes(args: argparse.Namespace) -> int:
             table.show()
 
     report = {name: table.as_dict() for name, table in tables.items()}
-    return _tell(args.json, {"status": scaling_tables.STATUS, **report}, show)
+    return _tell(args.json, {"status": UNCONFIRMED, **report}, show)
 
 
 def _pairs(args: argparse.Namespace) -> list[Pair]:
@@ -143,16 +143,19 @@ def _print_plan(plan: Plan) -> None:
         f"{scales}\n"
         "per rank; kB, MB, GB = 1e3, 1e6, 1e9 bytes; expected: experts drawn uniformly at random\n"
     )
+    if plan.status:
+        print(f"{plan.status}\n")
+    model = "model: " if plan.status else ""
     print_table("memory", ("what", "size", "note"), _memory(plan))
     print_table("fan-out", ("what", "expected", "worst"), _fan_out(plan))
     for name, phase in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         print_table(
-            f"{name}: traffic of a call, {phase.row_bytes:,} bytes a row on the wire",
+            f"{model}{name}: traffic of a call, {phase.row_bytes:,} bytes a row on the wire",
             ("link", "expected, each way", "worst sent", "worst received"),
             _traffic(plan, phase),
         )
         print_table(
-            f"{name}: floors of its time, from the expected bytes",
+            f"{model}{name}: floors of its time, from the expected bytes",
             ("limit", "bytes", "rate", "at least"),
             _floors(phase),
         )

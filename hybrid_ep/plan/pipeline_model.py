@@ -6,8 +6,8 @@ receiver                                      window --passed on--> --pull over 
 sender    credit <------------- latency <---- free
 ```
 
-No figure of this model was compared with a measurement over a network yet. It is what the nvshmem
-backend does (docs/several_nodes.md), with the rates that it is given:
+No measurement has confirmed this model (``plan.UNCONFIRMED``). It is what the nvshmem backend does
+(docs/several_nodes.md), with the rates that it is given:
 
 - All ranks are alike and start at once, their tokens published. Then what comes to a rank from the
   node d before its own is what it sends to the node d behind, at the same times, so one rank stands

@@ -3,7 +3,8 @@
 Pure arithmetic, so it answers for 1,024 ranks on a laptop. "Expected" is the mean over routings
 that draw each token's distinct experts uniformly at random, exactly (hypergeometric, no sampling);
 "worst" is the most that any routing can cause. The bounds are floors set by bytes and by measured
-rates (two H200 joined by NVLink): a phase cannot be faster, and may well be slower.
+rates (two H200 joined by NVLink): a phase cannot be faster, and may well be slower. Of several
+nodes nothing was measured: a plan of them says so (``UNCONFIRMED``).
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from hybrid_ep.limits import ROW_ALIGN, as_integer, beyond, check_counts, round_
 from hybrid_ep.plan.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
 
+# Said with every figure of several nodes, in tables and JSON, until a measurement confirms them.
+UNCONFIRMED = (
+    "Several nodes: a model that no measurement has confirmed, since no network was available."
+)
+
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4, "fp8": 1}
 
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
-NETWORK_GBS = 50.0  # one 400 Gbit/s card a rank
+NETWORK_GBS = 50.0  # assumed: one 400 Gbit/s card per rank
 # docs/performance.md, experiments 5, 18 and 20
 SM_OUTPUT_GBS = 62.0  # what one SM sends: its stores, 32 bytes a clock
 LOAD_SHARE = 0.25  # of its bytes: what a load's requests take of that
@@ -126,13 +132,18 @@ class Plan:
         return self.num_ranks // self.ranks_per_node
 
     @property
+    def status(self) -> str | None:
+        """``UNCONFIRMED`` with several nodes; None with one, whose rates were measured."""
+        return UNCONFIRMED if self.num_nodes > 1 else None
+
+    @property
     def symmetric_bytes(self) -> int:
         """Symmetric memory of one rank."""
         return sum(self.regions.values())
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON: the fields, nested ones too, and what follows from them."""
-        result = asdict(self)
+        result = {"status": self.status, **asdict(self)}
         for name in ("dispatch", "combine"):
             result[name]["dominant"] = getattr(self, name).dominant.limit
             result[name]["balance_gbs"] = getattr(self, name).balance_gbs

@@ -1,8 +1,8 @@
 """How a dispatch across nodes grows: tables of plans and of simulated pipelines.
 
 Weak scaling: every rank keeps its tokens, the nodes grow in number. The shape is DeepSeek-V3's
-unless another is given. The first table is arithmetic, the second a model that awaits comparison
-with a measurement.
+unless another is given. No measurement has confirmed either (``plan.UNCONFIRMED``): the first is
+arithmetic over assumed rates, the second a simulation with assumed times.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class ScalingRow:
-    """A dispatch of one rank, expected bytes of one direction.
+    """A modelled dispatch of one rank, expected bytes of one direction.
 
     Attributes:
         row_bytes: bytes of a token on the wire.

@@ -8,6 +8,7 @@ from typing import Any
 
 from hybrid_ep.limits import MAX_CHUNK_TOKENS
 from hybrid_ep.output.tables import in_bytes, print_table
+from hybrid_ep.plan.plan import UNCONFIRMED
 from hybrid_ep.plan.scaling import (
     SIMULATED_NODES,
     ScalingRow,
@@ -20,7 +21,6 @@ from hybrid_ep.plan.scaling import (
 
 Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
 
-STATUS = "No network was there to measure nvshmem on: this is a model that awaits comparison."
 CHUNK_SWEEP = (2, 8, MAX_CHUNK_TOKENS)  # tokens, on the fewest nodes, where the sides are closest
 
 
@@ -55,7 +55,7 @@ class Scaling:
         for table in self.tables:
             _print_scaling(table)
         self._print_more_ranks_than_experts()
-        print(f"{STATUS}\n")
+        print(f"{UNCONFIRMED}\n")
 
     def _print_more_ranks_than_experts(self) -> None:
         experts = self.pairs[0][0].num_experts
@@ -124,7 +124,7 @@ class Simulation:
             "speed of any number.\n"
         )
         print_table(
-            f"chunks of {first.chunk_tokens:,} tokens, {first.credits:,} credits",
+            f"model: chunks of {first.chunk_tokens:,} tokens, {first.credits:,} credits",
             (
                 *("dtype", "routing", "nodes", "floor", "time", "no overlap", "overlap"),
                 *("network busy", "NVLink busy", "credits needed"),
@@ -133,17 +133,18 @@ class Simulation:
         )
         sweep = self.chunk_sweep[0]
         print_table(
-            f"size of a chunk: {sweep.dtype}, {sweep.num_nodes} nodes, {sweep.credits:,} credits",
+            f"model: size of a chunk, {sweep.dtype}, {sweep.num_nodes} nodes, "
+            f"{sweep.credits:,} credits",
             ("tokens", "time", "overlap", "credits needed", "their windows, a peer"),
             [_sweep(row) for row in self.chunk_sweep],
         )
-        print(f"{STATUS}\n")
+        print(f"{UNCONFIRMED}\n")
 
 
 def _print_scaling(table: list[ScalingRow]) -> None:
     first = table[0]
     print_table(
-        f"{first.dtype}, {first.row_bytes:,} bytes a row, {_routing(first.node_limit)}",
+        f"model: {first.dtype}, {first.row_bytes:,} bytes a row, {_routing(first.node_limit)}",
         (
             *("ranks", "experts", "nodes a token", "network MB", "once a rank", "once an expert"),
             *("NVLink MB", "network us", "once a rank", "NVLink us", "longer", "even at GB/s"),

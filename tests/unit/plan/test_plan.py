@@ -15,7 +15,7 @@ from hybrid_ep.layout.buffer_layout import symmetric_regions
 from hybrid_ep.layout.handle_layout import handle_bytes
 from hybrid_ep.layout.network_window import Window
 from hybrid_ep.plan import command, scaling_tables
-from hybrid_ep.plan.plan import Plan, make_plan, tokens_by_sms
+from hybrid_ep.plan.plan import UNCONFIRMED, Plan, make_plan, tokens_by_sms
 from hybrid_ep.plan.random_load import worst_rows
 from hybrid_ep_cli.main import main, make_parser
 
@@ -615,6 +615,20 @@ def test_command_refuses_what_the_plan_refuses() -> None:
     assert left.value.code == 2
 
 
+@pytest.mark.parametrize(("nodes", "status"), [(1, None), (2, UNCONFIRMED)])
+def test_a_plan_of_several_nodes_says_that_it_is_a_model(
+    nodes: int, status: str | None, capsys: pytest.CaptureFixture
+) -> None:
+    per_node = ("--ranks-per-node", str(16 // nodes))
+    assert run_command(*per_node) == 0
+    text = capsys.readouterr().out
+    assert (UNCONFIRMED in text) == (status is not None)
+    titles = re.findall(r"^.*(?:traffic of a call|floors of its time)", text, re.MULTILINE)
+    assert [title.startswith("model: ") for title in titles] == 4 * [status is not None]
+    assert run_command(*per_node, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["status"] == status
+
+
 # ---- tables of several nodes
 
 
@@ -623,10 +637,10 @@ def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.Captur
     text = capsys.readouterr().out
     for dtype in ("bf16, 14,368 bytes", "fp8, 7,424 bytes"):
         for routing in ("uniform", "at most 4 nodes"):
-            assert f"{dtype} a row, {routing}\n" in text
+            assert f"model: {dtype} a row, {routing}\n" in text
     assert len(re.findall(r"^  1,024 +1,024 ", text, re.MULTILINE)) == 4
     assert text.count("The network is the longer side from 16 ranks on.") == 4
-    assert "this is a model that awaits" in text
+    assert UNCONFIRMED in text
 
 
 def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture) -> None:
@@ -639,13 +653,13 @@ def test_simulate_prints_times_overlap_and_credits(capsys: pytest.CaptureFixture
         for routing, nodes in [*(("uniform", n) for n in "248"), ("at most 4 nodes", "8")]
     ]
     assert "chunks of 8 tokens, 32 credits" in text
-    assert "this is a model that awaits" in text
+    assert UNCONFIRMED in text
 
 
 def test_tables_as_json_say_that_they_are_a_model(capsys: pytest.CaptureFixture) -> None:
     assert run_options("--scaling", "--simulate", "--json", "--network-latency-us", "20") == 0
     report = json.loads(capsys.readouterr().out)
-    assert "awaits comparison" in report["status"]
+    assert report["status"] == UNCONFIRMED
     assert len(report["scaling"]) == 4 * 8
     assert report["simulation"]["network_latency_us"] == 20
     assert {row["num_nodes"] for row in report["simulation"]["rows"]} == {2, 4, 8}
