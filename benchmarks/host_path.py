@@ -21,7 +21,7 @@ import torch
 import hybrid_ep
 from hybrid_ep import torch_verbs
 from hybrid_ep.output import tables
-from tests.ranks.fake_nvlink import Fake, cpu_with
+from tools.fake_nvlink import Fake, cpu_with
 
 TOKENS, HIDDEN, EXPERTS, TOPK = 64, 128, 16, 8
 ROWS = TOKENS * TOPK

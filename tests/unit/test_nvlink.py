@@ -11,6 +11,7 @@ import torch
 import hybrid_ep
 from hybrid_ep.backends import empty, kernels
 from tests.ranks import fake_nvlink, tensors
+from tools.fake_nvlink import Fake, FakeStream, cpu_with
 
 NOT_PERMITTED = {
     "Runtime": "allocation of 2097152 bytes of symmetric memory: operation not permitted",
@@ -120,8 +121,8 @@ def test_slime_restore_without_memory_raises_on_all_ranks_and_can_be_repeated(wo
 @pytest.fixture
 def quiet(alone):
     """A Buffer whose kernels do nothing, on CPU tensors, and what they were asked."""
-    fake = fake_nvlink.Fake(num_rows=24)
-    with fake_nvlink.cpu_with(fake) as streams:
+    fake = Fake(num_rows=24)
+    with cpu_with(fake) as streams:
         yield fake_nvlink.Quiet(alone, fake, streams)
 
 
@@ -261,13 +262,13 @@ def test_memory_is_of_the_buffers_device_whichever_is_current(monkeypatch):
 
 
 def test_a_call_waits_for_the_last_stream_if_it_was_another(quiet):
-    first, other = quiet.streams.current, fake_nvlink.FakeStream(7)
+    first, other = quiet.streams.current, FakeStream(7)
     quiet.dispatch()
     assert first.waited_for == []
     quiet.streams.current = other
     quiet.dispatch()
     assert other.waited_for == [first]
-    quiet.streams.current = fake_nvlink.FakeStream(7)  # another object for the same stream
+    quiet.streams.current = FakeStream(7)  # another object for the same stream
     out = quiet.dispatch()
     assert quiet.streams.current.waited_for == []
     quiet.streams.current = first
@@ -276,7 +277,7 @@ def test_a_call_waits_for_the_last_stream_if_it_was_another(quiet):
 
 
 def test_streams_inside_a_capture_follow_each_other_and_none_outside(quiet):
-    outside, first, second = (fake_nvlink.FakeStream(n) for n in (1, 2, 3))
+    outside, first, second = (FakeStream(n) for n in (1, 2, 3))
     first.is_capturing = second.is_capturing = True
     for stream in (outside, first, second, first, outside):
         quiet.streams.current = stream
@@ -287,7 +288,7 @@ def test_streams_inside_a_capture_follow_each_other_and_none_outside(quiet):
 
 
 def test_a_stream_that_begins_to_capture_is_another_place(quiet):
-    stream, other = (fake_nvlink.FakeStream(n) for n in (1, 2))
+    stream, other = (FakeStream(n) for n in (1, 2))
     quiet.streams.current = stream
     quiet.dispatch(max_rows=32)
     stream.is_capturing = other.is_capturing = True
@@ -300,7 +301,7 @@ def test_a_handle_on_another_stream_is_recorded_there(quiet):
     out = quiet.dispatch()
     hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
     assert quiet.streams.recorded == []
-    quiet.streams.current = other = fake_nvlink.FakeStream(7)
+    quiet.streams.current = other = FakeStream(7)
     hybrid_ep.combine(quiet.buffer, out.rows, out.handle)
     quiet.dispatch(handle=out.handle)
     assert quiet.streams.recorded == [(out.handle.layout.data_ptr(), other)] * 2
