@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.limits import as_integer
 from hybrid_ep.ops import combine, dispatch
+from hybrid_ep.saving import owners, save_by_expert
 
 
 class MoEOutput(NamedTuple):
@@ -220,6 +221,7 @@ class MoELayer(nn.Module):
             dtype=dtype,
             device=device,
         )
+        save_by_expert(self.experts, buffer)
 
     def reset_parameters(self) -> None:
         """Draw the router and the experts from the seed, as they were when the layer was built."""
@@ -243,15 +245,19 @@ class MoELayer(nn.Module):
         return MoEOutput(y.view(x.shape), aux_loss, out.counts, out.handle.overflow)
 
 
+def expert_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Parameters that each rank has for itself, by name: ``GroupedExperts``, ``save_by_expert``."""
+    experts = set(owners())
+    for module in model.modules():
+        if isinstance(module, GroupedExperts):
+            experts.update(module.parameters())
+    return {name: weight for name, weight in model.named_parameters() if weight in experts}
+
+
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that all ranks hold alike: everything but the experts."""
-    experts = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, GroupedExperts)
-        for parameter in module.parameters()
-    }
-    return [parameter for parameter in model.parameters() if id(parameter) not in experts]
+    experts = set(expert_parameters(model).values())
+    return [parameter for parameter in model.parameters() if parameter not in experts]
 
 
 # ---- one matrix product per group of rows

@@ -43,7 +43,10 @@ LAYERS = (
             "hybrid_ep.tune",
         ),
     ),
-    Layer("what a user holds", ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.moe")),
+    Layer(
+        "what a user holds",
+        ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.moe", "hybrid_ep.saving"),
+    ),
     Layer("Buffer", ("hybrid_ep.buffer", "hybrid_ep.round_trip")),
     Layer(
         "ops",
