@@ -22,6 +22,13 @@ CARDS = "NCCL_IB_HCA"
 CARD_PREFIX = "mlx5"  # cards that NVSHMEM looks at unless NVSHMEM_HCA_PREFIX says otherwise
 GID_INDEX = "NVSHMEM_IB_GID_INDEX"
 
+# How the ranks find each other at the start. NVSHMEM reads the values as NCCL does: prefixes of
+# interfaces, ^ excludes them, = takes whole names.
+SOCKET_VARIABLES = {
+    "NCCL_SOCKET_IFNAME": "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME",
+    "NCCL_SOCKET_FAMILY": "NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY",
+}
+
 # Both filter the cards by themselves; NVSHMEM_ENABLE_NIC_PE_MAPPING only decides whether a GPU
 # gets the nearest of those that are left (unset) or one by its number.
 _CARD_VARIABLES = ("NVSHMEM_HCA_LIST", "NVSHMEM_HCA_PE_MAPPING")
@@ -134,6 +141,9 @@ def network_environment(
         "NVSHMEM_DISABLE_NVLS": "1",  # multicast is not used, and is not there in every container
         **choose_fabric(environment, ports).environment(),
     }
+    for nccl, nvshmem in SOCKET_VARIABLES.items():
+        if environment.get(nccl):
+            wanted[nvshmem] = environment[nccl]
     if environment.get("NVSHMEM_DISABLE_CUDA_VMM") == "1":
         wanted["NVSHMEM_SYMMETRIC_SIZE"] = str(heap_bytes)
     if any(port.active for port in ports):

@@ -21,8 +21,25 @@ MAX_ROW_NUMBER = 2**31 - 1  # a row is numbered by an int32
 MAX_ROWS = MAX_ROW_NUMBER // 2  # of tokens; as many are left to padding
 MAX_SUMMED_BYTES = 2**36  # of the rows of a combine: kMostTermBytes of csrc/preconditions.h
 
+VALUES_PER_SCALE = 128  # of fp8 rows as most recipes scale them, float32 each
+
 MIN_QUEUE_DEPTH = 128  # of a queue pair, as NVSHMEM's IBGDA has it, in powers of two
 MAX_QUEUE_DEPTH = 32768
+
+
+def num_scales_of(dtype: str, hidden: int) -> int:
+    """Scales per token where nobody says how many: one for each 128 values of fp8, else none.
+
+    Args:
+        dtype: of the payload, as the command line names it.
+        hidden: values per token.
+    """
+    return -(-hidden // VALUES_PER_SCALE) if dtype == "fp8" else 0
+
+
+def default_scale_bytes(dtype: str, hidden: int) -> int:
+    """Bytes of those scales per token."""
+    return 4 * num_scales_of(dtype, hidden)
 
 
 def round_up(value: int, multiple: int) -> int:

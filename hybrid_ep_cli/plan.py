@@ -53,7 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--ranks-per-node", type=int, help="ranks of a node (default: all; 8 in the tables)"
     )
     sizes.add_argument("--dtype", choices=DTYPES, help="of dispatch (default: bf16)")
-    sizes.add_argument("--scale-bytes", type=int, help="bytes of scales per token (default: 0)")
+    sizes.add_argument(
+        "--scale-bytes",
+        type=int,
+        help="bytes of scales per token (default: a float32 for each 128 values of fp8, else 0)",
+    )
     sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
     sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
     window = parser.add_argument_group("settings of Config, for several nodes")

@@ -10,6 +10,11 @@ from pathlib import Path
 
 HOST_LIBRARY = "libnvshmem_host.so.3"
 
+# The versions that docs/cluster.md, pyproject.toml and the doctor name. From MIN_VERSION on,
+# NVSHMEM rings the card's bell from the CPU where the GPU may not.
+MIN_VERSION = (3, 4, 5)
+ROCE_VERSION = (3, 5)  # NVSHMEM#21: up to 3.4.5, IBGDA creates address handles from garbage
+
 
 def find_home(environment: Mapping[str, str] | None = None) -> Path | None:
     """The folder with NVSHMEM's ``include`` and ``lib``: NVSHMEM_HOME, else that of a wheel."""

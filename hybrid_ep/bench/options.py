@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from hybrid_ep.buffer import BACKENDS
+from hybrid_ep.limits import num_scales_of
 
 DTYPES = {
     "bf16": torch.bfloat16,
@@ -21,7 +22,6 @@ SIZINGS = ("exact", "max_rows")
 SWEEPS = {  # sizes that a sweep by name stands for
     "tokens": {"tokens": (1024, 2048, 4096, 8192, 16384, 32768), "experts": (16,), "sms": (48,)},
 }
-VALUES_PER_SCALE = 128  # of fp8 rows, float32 each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Shape:
     @property
     def num_scales(self) -> int:
         """Scales of a token."""
-        return -(-self.hidden // VALUES_PER_SCALE) if self.dtype == "fp8" else 0
+        return num_scales_of(self.dtype, self.hidden)
 
     @property
     def dispatch_bytes(self) -> int:

@@ -6,15 +6,13 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from hybrid_ep.backends import nvshmem_library
 from hybrid_ep.doctor.machine import EXTENSION, NETWORK_EXTENSION, Facts
 from hybrid_ep.fabric import GID_INDEX, Fabric, choose_fabric
 from hybrid_ep.limits import MIN_CAPABILITY
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)
-MIN_NVSHMEM = (3, 0)
-ROCE_NVSHMEM = (3, 5)  # NVSHMEM#21: up to 3.4.5, IBGDA creates address handles from garbage
-CPU_BELL_NVSHMEM = (3, 4, 5)  # rings the card's bell from the CPU where the GPU may not
 LOCKED_MEMORY = 1 << 30  # less does not hold what the cards read
 BACKENDS = ("torch", "nvlink", "nvshmem")
 
@@ -255,8 +253,8 @@ def _nvshmem_needs(facts: Facts) -> Iterator[Finding]:
     upgrade = f"pip install --upgrade nvidia-nvshmem-cu{cuda[0]}"
     yield _need(
         "nvshmem",
-        f"NVSHMEM {dotted(MIN_NVSHMEM)} or later",
-        found >= MIN_NVSHMEM,
+        f"NVSHMEM {dotted(nvshmem_library.MIN_VERSION)} or later",
+        found >= nvshmem_library.MIN_VERSION,
         (f"Found {facts.nvshmem}. " if facts.nvshmem else "")
         + f"Install the wheel nvidia-nvshmem-cu{cuda[0]}, or set NVSHMEM_HOME.",
     )
@@ -274,8 +272,8 @@ def _nvshmem_needs(facts: Facts) -> Iterator[Finding]:
     if any(port.link_layer == "Ethernet" for port in facts.ports):
         yield _need(
             "nvshmem",
-            f"NVSHMEM {dotted(ROCE_NVSHMEM)} or later for RoCE",
-            not found or found >= ROCE_NVSHMEM,
+            f"NVSHMEM {dotted(nvshmem_library.ROCE_VERSION)} or later for RoCE",
+            not found or found >= nvshmem_library.ROCE_VERSION,
             f"Found {facts.nvshmem}. Up to 3.4.5, IBGDA passes a struct to the card that it has "
             f'not initialised, and may end with "Unable to create ah": {upgrade}.',
         )
@@ -341,14 +339,14 @@ def _locked_memory(facts: Facts) -> Finding:
 def _bell(facts: Facts, found: tuple[int, ...], upgrade: str) -> Finding:
     """IBGDA tells the card of new work by a register that the GPU must be allowed to write."""
     advice = ""
-    by_cpu = facts.gdrcopy or found >= CPU_BELL_NVSHMEM
+    by_cpu = facts.gdrcopy or found >= nvshmem_library.MIN_VERSION
     if facts.peer_mapping_override is not True:
         consequence = (
             "the CPU rings the card's bell, which is slower"
             if by_cpu
             else 'IBGDA does not start ("cudaHostRegister with IoMemory failed with error=800"), '
             "unless there is GDRCopy (no /dev/gdrdrv here) or NVSHMEM "
-            f"{dotted(CPU_BELL_NVSHMEM)} or later ({upgrade})"
+            f"{dotted(nvshmem_library.MIN_VERSION)} or later ({upgrade})"
         )
         advice = (
             'Not set: options nvidia NVreg_RegistryDwords="PeerMappingOverride=1;" in modprobe.d '

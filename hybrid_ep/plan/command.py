@@ -12,6 +12,7 @@ from typing import Any
 
 from hybrid_ep.config import Config
 from hybrid_ep.layout.network_window import Window
+from hybrid_ep.limits import default_scale_bytes
 from hybrid_ep.output.tables import Rows, in_bytes, print_table
 from hybrid_ep.plan import scaling_tables
 from hybrid_ep.plan.plan import UNCONFIRMED, Phase, Plan, make_plan
@@ -36,6 +37,9 @@ def _one_plan(args: argparse.Namespace) -> Plan:
     missing = [f"--{name}" for name in SIZES if getattr(args, name) is None]
     if missing:
         raise ValueError(f"a plan must have its sizes, missing: {', '.join(missing)}")
+    dtype, scale_bytes = args.dtype or "bf16", args.scale_bytes
+    if scale_bytes is None:
+        scale_bytes = default_scale_bytes(dtype, args.hidden)
     return make_plan(
         num_ranks=args.ranks,
         ranks_per_node=args.ranks_per_node,
@@ -43,8 +47,8 @@ def _one_plan(args: argparse.Namespace) -> Plan:
         hidden=args.hidden,
         num_experts=args.experts,
         topk=args.topk,
-        dtype=args.dtype or "bf16",
-        scale_bytes=args.scale_bytes or 0,
+        dtype=dtype,
+        scale_bytes=scale_bytes,
         align=args.align,
         node_limit=args.node_limit,
         config=_config(args),

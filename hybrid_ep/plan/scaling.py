@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hybrid_ep.limits import check_counts, round_up
+from hybrid_ep.limits import check_counts, default_scale_bytes, round_up
 from hybrid_ep.plan.pipeline_model import (
     Outcome,
     fewest_credits,
@@ -53,7 +53,7 @@ class Shape:
         num_ranks = num_nodes * self.ranks_per_node
         scale_bytes = self.scale_bytes
         if scale_bytes is None:
-            scale_bytes = self.hidden // 128 * 4 if self.dtype == "fp8" else 0
+            scale_bytes = default_scale_bytes(self.dtype, self.hidden)
         sizes = {
             **asdict(self),
             "num_experts": round_up(self.num_experts, num_ranks),

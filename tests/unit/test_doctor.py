@@ -223,12 +223,13 @@ def test_nvshmem_is_announced_with_its_checks() -> None:
         (None, False),
         ("nvidia-nvshmem-cu12 2.11.0", False),
         ("NVSHMEM_HOME of unknown version", False),
-        ("NVSHMEM_HOME 3.2.5", True),
+        ("NVSHMEM_HOME 3.2.5", False),
+        ("NVSHMEM_HOME 3.4.5", True),
     ],
 )
 def test_nvshmem_version(found: str | None, ok: bool) -> None:
     needs = {f.need: f for f in diagnose(two_h200(nvshmem=found)) if f.backend == "nvshmem"}
-    assert needs["NVSHMEM 3.0 or later"].ok == ok
+    assert needs["NVSHMEM 3.4.5 or later"].ok == ok
 
 
 # ---- reports of a network that did not start: each has its cause and what to do

@@ -176,6 +176,18 @@ def test_without_a_card_NVSHMEM_chooses():
     assert network_environment({}, **SIZES, ports=()) == {"NVSHMEM_DISABLE_NVLS": "1"}
 
 
+@pytest.mark.parametrize("value", ["eth0", "=eth0", "^docker", "^=docker0,lo", "eth,ib"])
+@pytest.mark.parametrize("ports", [(), ACTIVE], ids=["no_card", "card"])
+def test_NVSHMEM_starts_over_the_interfaces_that_NCCL_was_told(ports, value):
+    given = {"NCCL_SOCKET_IFNAME": value, "NCCL_SOCKET_FAMILY": "AF_INET6"}
+    told = network_environment(given, **SIZES, ports=ports)
+    assert told["NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME"] == value
+    assert told["NVSHMEM_BOOTSTRAP_UID_SOCK_FAMILY"] == "AF_INET6"
+    own = {"NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME": "ib0"}
+    told = network_environment(given | own, **SIZES, ports=ports)
+    assert "NVSHMEM_BOOTSTRAP_UID_SOCK_IFNAME" not in told, "NVSHMEM's own setting wins"
+
+
 def test_what_the_user_set_is_left_alone():
     mine = {
         "NVSHMEM_IB_ENABLE_IBGDA": "0",

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
+from hybrid_ep.backends import nvshmem_library
 from hybrid_ep.doctor import machine, nvidia
 from tests.cases import Case
 from tests.ranks import no_traces
@@ -147,6 +148,19 @@ def test_DeepEP_616_CUDA_HOME_is_honoured_and_told(setup_py, monkeypatch, tmp_pa
             **environment,
             "CXX": "g++-13",
         }
+
+
+def test_documents_pins_and_doctor_name_the_same_versions_of_nvshmem():
+    least, roce = (
+        ".".join(map(str, version))
+        for version in (nvshmem_library.MIN_VERSION, nvshmem_library.ROCE_VERSION)
+    )
+    assert (
+        f"\n{least} or later, {roce} or later over RoCE" in (ROOT / "docs/cluster.md").read_text()
+    )
+    assert f'"nvidia-nvshmem-cu13>={least}"' in (ROOT / "pyproject.toml").read_text()
+    pinned = re.search(r"nvidia-nvshmem-cu13==([\d.]+)", (ROOT / "requirements.txt").read_text())
+    assert tuple(map(int, pinned[1].split("."))) >= nvshmem_library.MIN_VERSION
 
 
 def test_RL_4038_no_variable_of_the_build_leaves_anything_out(setup_py, monkeypatch, tmp_path):

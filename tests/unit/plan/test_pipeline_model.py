@@ -358,6 +358,7 @@ def test_the_side_that_takes_longer_changes_at_the_balance() -> None:
 
 def test_fp8_brings_its_scales() -> None:
     assert Shape(dtype="fp8").plan(1).scale_bytes == 7168 // 128 * 4
+    assert Shape(dtype="fp8", hidden=192).plan(1).scale_bytes == 2 * 4, "the last covers fewer"
     assert Shape(dtype="fp8", scale_bytes=0).plan(1).scale_bytes == 0
     assert Shape().plan(1).scale_bytes == 0
 

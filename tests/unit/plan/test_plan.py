@@ -10,6 +10,7 @@ import torch
 
 import hybrid_ep
 from hybrid_ep import limits
+from hybrid_ep.bench import options
 from hybrid_ep.config import Config
 from hybrid_ep.layout.buffer_layout import symmetric_regions
 from hybrid_ep.layout.handle_layout import handle_bytes
@@ -584,6 +585,20 @@ def test_command_prints_json_alone(capsys: pytest.CaptureFixture) -> None:
     assert plan["num_nodes"] == 2
     assert plan["symmetric_bytes"] == sum(plan["regions"].values())
     assert plan["dispatch"]["dominant"] in {b["limit"] for b in plan["dispatch"]["bounds"]}
+
+
+@pytest.mark.parametrize(
+    ("words", "scale_bytes"),
+    [(("--dtype", "fp8"), 4), (("--dtype", "fp8", "--scale-bytes", "0"), 0), ((), 0)],
+)
+def test_fp8_scales_are_counted_alike_by_plan_and_bench(
+    capsys: pytest.CaptureFixture, words: tuple[str, ...], scale_bytes: int
+) -> None:
+    assert run_command("--json", "--hidden", "128", *words) == 0
+    assert json.loads(capsys.readouterr().out)["scale_bytes"] == scale_bytes
+    for hidden in (16, 128, 144, 7168):
+        shape = options.Shape(tokens=1, hidden=hidden, experts=2, topk=1, dtype="fp8")
+        assert 4 * shape.num_scales == limits.default_scale_bytes("fp8", hidden)
 
 
 def test_command_says_what_nvlink_cannot_run(capsys: pytest.CaptureFixture) -> None:
