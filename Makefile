@@ -73,7 +73,7 @@ bench: setup  ## measure dispatch and combine
 kernel-times:  ## build build/kernel_times, which times the kernels without Python
 	@mkdir -p build
 	@nvcc -std=c++17 -O3 --threads=0 --expt-relaxed-constexpr -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/kernel_times \
-	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/peer_memory.cpp csrc/memory/closing_marks.cpp csrc/memory/process_identity.cpp $$(ls csrc/kernels/*.cu | grep -v 'internode\|nvshmem')
+	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/*.cpp csrc/kernels/*/one_node.cu csrc/kernels/route/assign_rows.cu csrc/kernels/ceilings.cu
 
 compare-kernels: build  ## which kernels differ in machine code from the extensions in the folder BEFORE
 	@$(PY) tools/compare_kernels.py $(BEFORE) hybrid_ep
