@@ -174,8 +174,8 @@ __device__ void announce_call(const CombineParams& p, uint64_t& announcement) {
     announce(p.context, Phase::kCombine, mine, lane_id(), kWarp);
 }
 
-// Of the block that is the n-th to start, from 0. Invariant "no wait inside a grid": whichever block
-// gets an SM first pushes.
+// Of the block that is the n-th to start, from 0. Invariant "no wait inside a grid": whichever
+// block gets an SM first pushes.
 __device__ bool is_pusher(int n) {
     const int pushers = min(int(gridDim.x + 1) / 2, kMostPushers);
     return n * pushers % int(gridDim.x) < pushers;

@@ -109,8 +109,9 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
     }
 }
 
-// The whole block, invariant "calls in step": the peers make this verb too, not only a route of this
-// number. With the flags of all peers this makes a half of the routing inbox free ("half free").
+// The whole block, invariant "calls in step": the peers make this verb too, not only a route of
+// this number. With the flags of all peers this makes a half of the routing inbox free ("half
+// free").
 __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& handle,
                            uint64_t epoch) {
     const uint64_t mine =
