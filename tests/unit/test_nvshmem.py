@@ -8,8 +8,10 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybrid_ep import Config, limits
 from hybrid_ep.backends import kernels, nvshmem, nvshmem_library
@@ -72,6 +74,32 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
     regions = nodes_regions(**shape, **payload, chunk_tokens=32, window=16)
     assert sum(regions.values()) == config.symmetric_bytes
     assert nodes_handle_bytes(**shape) == 4 * config.handle_words
+
+
+def test_runtimes_take_their_settings_by_name_and_say_which_is_missing(extension):
+    """Without a GPU: what the backends give is all that both runtimes read."""
+    import hybrid_ep._nvlink as nvlink
+
+    buffer = SimpleNamespace(
+        config=Config(timeout_s=None, num_sms_combine=64),
+        device=torch.device("cuda", 1),
+        topology=SimpleNamespace(rank=1, num_ranks=4, num_nodes=2, ranks_per_node=2),
+        num_experts=8,
+        max_tokens=16,
+        topk=2,
+        row_capacity=64,
+        inbox_row_bytes=64,
+        last_call=3,
+        number=5,
+    )
+    settings = kernels.runtime_settings(buffer, most_sms=8)
+    assert settings["num_sms_combine"] == 8
+    nvlink.RuntimeConfig(**settings)
+    extension.RuntimeConfig(**settings, uses_mapped=True)
+    for module, name in ((nvlink, "slice_bytes"), (extension, "network_channels")):
+        given = {key: value for key, value in settings.items() if key != name}
+        with pytest.raises(TypeError, match=f"RuntimeConfig needs {name}"):
+            module.RuntimeConfig(**given, uses_mapped=True)
 
 
 def test_limits_are_those_of_the_extension(extension):
