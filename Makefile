@@ -32,7 +32,7 @@ CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '
 TOOL ?= memcheck
 
 .DEFAULT_GOAL := setup
-.PHONY: setup build demo test lint format sanitize bench kernel-times clean help
+.PHONY: setup build demo test lint format sanitize bench kernel-times compare-kernels clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -73,14 +73,17 @@ bench: setup  ## measure dispatch and combine
 kernel-times:  ## build build/kernel_times, which times the kernels without Python
 	@mkdir -p build
 	@nvcc -std=c++17 -O3 --threads=0 --expt-relaxed-constexpr -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/kernel_times \
-	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/peer_memory.cpp csrc/memory/closing_marks.cpp csrc/memory/process_identity.cpp $$(ls csrc/kernels/*.cu | grep -v 'internode\|nvshmem')
+	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/*.cpp csrc/kernels/*/one_node.cu csrc/kernels/route/assign_rows.cu csrc/kernels/ceilings.cu
+
+compare-kernels: build  ## which kernels differ in machine code from the extensions in the folder BEFORE
+	@$(PY) tools/compare_kernels.py $(BEFORE) hybrid_ep
 
 clean:  ## remove everything built (but not .venv)
 	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## /{printf "make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 $(INSTALLED): requirements.txt pyproject.toml
 	@echo "== installing requirements.txt into $(VENV) (once; torch takes a minute or two)"

@@ -54,13 +54,11 @@ def host_compiler() -> list[str]:
 
 
 def sources_of(module: str) -> list[str]:
-    """The sources under csrc of an extension module, told by their names."""
-    files = [path for suffix in ("*.cpp", "*.cu") for path in CSRC.rglob(suffix)]
-    of_several_nodes = {path for path in files if any(word in path.name for word in NETWORK_WORDS)}
-    chosen = set(files) - of_several_nodes
-    if module == NVSHMEM_MODULE:
-        chosen = of_several_nodes | {path for path in files if path.name in SHARED}
-    return sorted(str(path.relative_to(ROOT)) for path in chosen)
+    """The sources under csrc of an extension module: all but those of another one alone."""
+    sources = {path for suffix in ("*.cpp", "*.cu") for path in CSRC.rglob(suffix)}
+    for other in ALONE.keys() - {module}:
+        sources -= {path for pattern in ALONE[other] for path in CSRC.glob(pattern)}
+    return sorted(str(path.relative_to(ROOT)) for path in sources)
 
 
 def find_nvshmem() -> Path | None:
@@ -80,7 +78,7 @@ class NvccBuildExt(build_ext):
         """Compile and link one extension module."""
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [ROOT / source for source in ext.sources]
-        objects = [OBJECTS / f"{source.relative_to(CSRC)}.o" for source in sources]
+        objects = [object_of(source) for source in sources]
         # Flags live in this file; headers are few, so each counts for every source.
         shared = [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
         newest_shared = max(path.stat().st_mtime for path in shared)
@@ -95,8 +93,10 @@ class NvccBuildExt(build_ext):
                 if output:
                     print(output, file=sys.stderr)
 
-        reports = sorted(OBJECTS.rglob("*.ptxas")) if ext.name == EXTENSIONS[-1].name else []
-        PTXAS_LOG.write_text("".join(path.read_text() for path in reports))
+        if ext.name == EXTENSIONS[-1].name:
+            every = sorted({source for each in EXTENSIONS for source in each.sources})
+            reports = [report_of(object_of(ROOT / source)) for source in every]
+            PTXAS_LOG.write_text("".join(path.read_text() for path in reports))
 
         if stale or mtime(target) < max(map(mtime, objects)):
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -114,12 +114,17 @@ class NvccBuildExt(build_ext):
         headers = [sysconfig.get_paths()["include"], pybind11.get_include()]
         includes = [f"-I{CSRC}", *(f"-isystem={path}" for path in headers)]
         flags = [*host_compiler(), *COMPILE_FLAGS, *includes]
-        if "nvshmem" in source.name:
+        if any(room in source.parents for room in NVSHMEM_ROOMS):
             flags += NVSHMEM_COMPILE_FLAGS
         lines = run([NVCC, *flags, "-c", source, "-o", obj]).splitlines()
         report = [line for line in lines if is_ptxas_report(line)]
         report_of(obj).write_text("".join(f"{line}\n" for line in report))
         return "\n".join(line for line in lines if line.strip() and not is_ptxas_report(line))
+
+
+def object_of(source: Path) -> Path:
+    """Where a source is compiled to."""
+    return OBJECTS / f"{source.relative_to(CSRC)}.o"
 
 
 def report_of(obj: Path) -> Path:
@@ -146,14 +151,24 @@ def run(command: list) -> str:
 
 
 NVLINK, NVSHMEM_MODULE = "hybrid_ep._nvlink", "hybrid_ep._nvshmem"
-NETWORK_WORDS = ("nvshmem", "internode", "network")
-SHARED = (  # what both modules use
-    "assign_rows.cu",
-    "call_state.cpp",
-    "closing_marks.cpp",
-    "peer_memory.cpp",
-    "process_identity.cpp",
-)
+ALONE = {  # sources and rooms under csrc that one module has alone; the rest is of both
+    NVLINK: (
+        "nvlink_bindings.cpp",
+        "runtime.cpp",
+        "copy_engine.cpp",
+        "kernels/*/one_node.cu",
+        "kernels/ceilings.cu",
+    ),
+    NVSHMEM_MODULE: (
+        "nvshmem_bindings.cpp",
+        "nodes_runtime.cpp",
+        "network/*",
+        "kernels/route/keep_routing.cu",
+        "kernels/loopback.cu",
+        "kernels/nvshmem/*",
+    ),
+}
+NVSHMEM_ROOMS = (CSRC / "network", CSRC / "kernels" / "nvshmem")  # that include its headers
 NVCC, NVSHMEM = find_nvcc(), find_nvshmem()
 NVSHMEM_COMPILE_FLAGS = [
     "-rdc=true",  # its device code is linked with NVSHMEM's

@@ -7,7 +7,7 @@
 #include <optional>
 #include <vector>
 
-#include "runtime_state.h"
+#include "layout/runtime_state.h"
 
 namespace hybrid_ep {
 

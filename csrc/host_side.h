@@ -4,8 +4,8 @@
 #include "call_state.h"
 #include "check.h"
 #include "kernels/kernels.h"
+#include "kernels/verbs.h"
 #include "preconditions.h"
-#include "verbs.h"
 
 namespace hybrid_ep {
 
@@ -51,10 +51,9 @@ inline void tell_peers(const Peers& peers, int num_peers, int64_t offset, uint64
 }
 
 // The same on one node and on several: what publishes the routing is not.
-inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& context,
-                                                    int num_publish_blocks, const Choices& choices,
-                                                    const NewLayout& layout, bool want_mail,
-                                                    CallState& calls) {
+inline kernels::AssignRowsParams assign_rows_params(const Context& context, int num_publish_blocks,
+                                                    const Choices& choices, const NewLayout& layout,
+                                                    bool want_mail, CallState& calls) {
     kernels::AssignRowsParams p{};
     p.context = context;
     p.num_publish_blocks = num_publish_blocks;
@@ -69,7 +68,7 @@ inline kernels::AssignRowsParams assign_rows_params(const kernels::Context& cont
 }
 
 // A dispatch whose tokens are all published by SMs, in one launch; where its rows go is not known.
-inline kernels::DispatchParams dispatch_params(const kernels::Context& context, const Sent& sent,
+inline kernels::DispatchParams dispatch_params(const Context& context, const Sent& sent,
                                                int slice_bytes) {
     kernels::DispatchParams p{};
     p.context = context;

@@ -74,8 +74,8 @@ inline void require_received(const kernels::DispatchParams& p, const Received& r
                                                     : 1);
 }
 
-inline void require_combine(const kernels::Context& context, const Summed& summed,
-                            int inbox_row_bytes, const layout::RingShape& ring) {
+inline void require_combine(const Context& context, const Summed& summed, int inbox_row_bytes,
+                            const layout::RingShape& ring) {
     require_at_most("tokens of y", summed.num_tokens, context.buffer.max_tokens);
     require_at_least("bytes of a row", summed.row_bytes, 16);
     require_multiple("bytes of a row", summed.row_bytes, layout::kBulkAlign);

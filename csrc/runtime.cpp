@@ -55,7 +55,7 @@ void Runtime::destroy() {
     cudaGetLastError();
 }
 
-kernels::Context Runtime::context() const {
+Context Runtime::context() const {
     const Watch watch = calls_->watch(memory_->mine() + buffer_.calls_offset);
     return {memory_->peers(), config_.rank, 0,     config_.num_ranks,
             buffer_,          handle_,      watch, calls_->trace()};

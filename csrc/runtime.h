@@ -10,10 +10,11 @@
 #include <vector>
 
 #include "call_state.h"
+#include "config.h"
 #include "copy_engine.h"
 #include "kernels/kernels.h"
+#include "kernels/verbs.h"
 #include "memory/peer_memory.h"
-#include "verbs.h"
 
 namespace hybrid_ep {
 
@@ -25,16 +26,6 @@ constexpr int tokens_by_sms(int num_sms, int num_tokens) {
     if (num_sms > 32 || num_tokens < 2048) return num_tokens;
     return num_sms > 16 ? 512 : 0;  // so peers can pull sooner
 }
-
-struct RuntimeConfig {
-    int device, rank, num_ranks, num_experts, max_tokens, topk;
-    int row_capacity, inbox_row_bytes;
-    int num_sms_publish, num_sms_dispatch, num_sms_combine, slice_bytes;
-    double timeout_s;    // may be infinite
-    int64_t num_routes;  // made before, by a Buffer that was released
-    int64_t layout_base;
-    bool trace;
-};
 
 class Runtime {
   public:
@@ -94,7 +85,7 @@ class Runtime {
     std::vector<TraceEvent> take_trace();
 
   private:
-    kernels::Context context() const;
+    Context context() const;
     bool engine_can_publish(const Sent& sent, cudaStream_t stream);
     void copy_by_engine(const Sent& sent, cudaStream_t stream);
     void begin_dispatch(const Sent& sent);

@@ -2,13 +2,14 @@
 """Fails on spilled registers and on source that breaks the layers of csrc/.
 
 The spills come from ptxas's report of the last build (build/ptxas.log). The rules keep the
-extension quick to build, free of torch's ABI and readable.
+extension quick to build, free of torch's ABI and readable; CONTRIBUTING.md lists them.
 """
 
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -16,35 +17,72 @@ CSRC = ROOT / "csrc"
 PTXAS_LOG = ROOT / "build" / "ptxas.log"
 
 
+# Which rooms of csrc/ each one may include, besides itself. A room is a file, or a folder without
+# those parts of it that are rooms themselves; what no room holds may include everything.
+BELOW_KERNELS = ("device", "network", "layout")
+VERBS = ("kernels/route", "kernels/dispatch", "kernels/combine")  # none includes another
+INCLUDES = {
+    "layout": (),
+    "memory": ("layout",),
+    "device": ("layout",),
+    "network": ("device", "layout"),
+    "kernels": BELOW_KERNELS,
+    **dict.fromkeys(VERBS, ("kernels", *BELOW_KERNELS)),
+    # the kernels of several nodes, compiled for a network
+    "kernels/nvshmem": (*VERBS, "kernels", "network"),
+    "kernels/loopback.cu": (*VERBS, "kernels", "network"),
+}
+FOR_ALL = "check.h"  # how an error of CUDA becomes an exception
+
+
 @dataclass(frozen=True)
 class Rule:
     pattern: re.Pattern[str]
     says: str
-    allowed_in: str | None = None  # a folder of csrc/
+    allowed_in: tuple[str, ...] = ()  # folders of csrc/
 
 
 RULES = [
     Rule(
-        re.compile(r"\basm\b|\bcuda::ptx\b|#\s*include\s*<cuda/ptx>"),
-        "asm and cuda::ptx belong in csrc/device/",
-        "device",
-    ),
-    Rule(re.compile(r"<<<"), "kernels are launched in csrc/kernels/ alone", "kernels"),
-    Rule(
-        re.compile(r"#\s*include\s*[<\"](torch|ATen|c10)/"),
+        re.compile(r"#[^\S\n]*include[^\S\n]*[<\"](torch|ATen|c10)/"),
         "the extension includes no torch header",
     ),
     Rule(
-        re.compile(r"#\s*(if|ifdef|ifndef|elif)\b(?!.*\b__CUDA(CC|_ARCH)__)"),
+        re.compile(r"\basm\b|\bcuda::ptx\b|#[^\S\n]*include[^\S\n]*<cuda/ptx>"),
+        "asm and cuda::ptx belong in csrc/device/",
+        ("device",),
+    ),
+    Rule(
+        re.compile(r"<<<|\bcudaLaunch\w*Kernel"),
+        "kernels are launched in csrc/kernels/ alone",
+        ("kernels",),
+    ),
+    Rule(
+        re.compile(r"#[^\S\n]*(if|ifdef|ifndef|elif)\b(?!.*\b__CUDA(CC|_ARCH)__)"),
         "a feature is a file, a role or a template type, not an #if (headers: #pragma once)",
     ),
     Rule(
+        re.compile(r"__global__[^;{]*[&*][^;{]*[;{]"),
+        "kernels get their parameters by value: no reference and no pointer",
+    ),
+    Rule(re.compile(r"\bgetenv\b"), "settings come from Python, not from environment variables"),
+    Rule(
+        re.compile(r"\bload_acquire\b"),
+        "waits keep the deadline: wait_flag (device/flag.cuh) or a Wait (network/window.cuh)",
+        ("device", "network"),
+    ),
+    Rule(
         # With libstdc++ linked statically beside torch's, streams and regex crash in std::locale.
-        re.compile(r"#\s*include\s*<(\w*stream|iomanip|locale|regex)>"),
+        re.compile(r"#[^\S\n]*include[^\S\n]*<(\w*stream|iomanip|locale|regex)>"),
         "no iostreams and no std::regex in the extension",
+    ),
+    Rule(
+        re.compile(r"cooperative_groups|\bcudaLaunchCooperative"),
+        "no block waits for another block of its own grid",
     ),
 ]
 
+INCLUDE = re.compile(r"#[^\S\n]*include[^\S\n]*\"([^\"\n]+)\"")
 # A comment, or a string: whichever starts first swallows the other.
 COMMENT_OR_STRING = re.compile(r"//[^\n]*|/\*.*?\*/|\"(?:\\.|[^\"\\\n])*\"", re.DOTALL)
 
@@ -61,13 +99,38 @@ def code_only(text: str) -> str:
     return COMMENT_OR_STRING.sub(blank, text)
 
 
+def room_of(path: str) -> str | None:
+    """The room of a file of csrc/, by its path there; None if it may include everything."""
+    folders = [path, *map(str, Path(path).parents)]
+    return next((folder for folder in folders if folder in INCLUDES), None)
+
+
 def broken_rules(csrc: Path) -> Iterator[str]:
+    """What breaks a rule in the sources of a folder, with file and line."""
+    included: dict[str, set[str]] = {}
     for path in sorted(p for p in csrc.rglob("*") if p.suffix in {".h", ".cuh", ".cpp", ".cu"}):
-        relative = path.relative_to(csrc)
-        for number, line in enumerate(code_only(path.read_text()).splitlines(), 1):
-            for rule in RULES:
-                if relative.parts[0] != rule.allowed_in and rule.pattern.search(line):
-                    yield f"{csrc.name}/{relative}:{number}: {rule.says}"
+        relative = str(path.relative_to(csrc))
+        code = code_only(path.read_text())
+        room = room_of(relative)
+        faults = [
+            (match.start(), rule.says)
+            for rule in RULES
+            if relative.split("/")[0] not in rule.allowed_in
+            for match in rule.pattern.finditer(code)
+        ]
+        for match in INCLUDE.finditer(code):
+            included.setdefault(relative, set()).add(match[1])
+            other = room_of(match[1])
+            if room is None or other in (room, *INCLUDES[room]) or match[1] == FOR_ALL:
+                continue
+            allowed = ", ".join([*INCLUDES[room], FOR_ALL])
+            faults.append((match.start(), f"{room} includes {allowed} and itself, not {match[1]}"))
+        for at, says in sorted(faults):
+            yield f"{csrc.name}/{relative}:{code.count(chr(10), 0, at) + 1}: {says}"
+    try:
+        TopologicalSorter(included).prepare()
+    except CycleError as error:
+        yield f"{csrc.name}/: headers include each other: {' <- '.join(error.args[1])}"
 
 
 def spills(report: str) -> Iterator[str]:

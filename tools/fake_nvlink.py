@@ -30,7 +30,7 @@ class Fake:
         events: (call, time of the host's clock, which ranks share).
         num_rows: of every exact dispatch.
         left_behind: the fault of an earlier call.
-        given: what the last verb was given, by the struct of csrc/verbs.h that it fills.
+        given: what the last verb was given, by the struct of csrc/kernels/verbs.h that it fills.
         refuses: the rule that the arguments of a call break.
         while_waiting: done while the host waits for the number of rows.
     """

@@ -1,8 +1,9 @@
 // The walk over the copies of a handle where tokens travel by chunks: chunk after chunk, of each
 // the copies from all sources in turn, starting with the rank after mine.
 //
-// All ranks walk in this order of chunks. So of the chunks that are not done everywhere the first
-// never waits for another, and windows that hold a few chunks are enough (docs/several_nodes.md).
+// Invariant "chunks in order": all ranks walk in this order. So of the chunks that are not done
+// everywhere the first never waits for another, and windows that hold a few chunks are enough
+// (docs/several_nodes.md).
 // A warp of its own looks the copies up, a lane per copy.
 #pragma once
 

@@ -1,8 +1,8 @@
 // Flags between ranks: signalling, and the one way of waiting.
 //
-// A flag holds (call number << 16) | signature of the call. It only grows, so it is never reset,
-// and a rank that is a call ahead still satisfies who waits for the call before. The signature
-// tells apart peers that agree on the number but not on what they are doing.
+// A flag holds (call number << 16) | signature of the call. Invariant "flags grow": it is never
+// reset, and a rank that is a call ahead still satisfies who waits for the call before. The
+// signature tells apart peers that agree on the number but not on what they are doing.
 //
 // Beside the flags each rank announces every verb that it begins (layout/announcement.h). No verb
 // ends before its rank has seen equal announcements of its peers, so verbs that do not belong
@@ -16,7 +16,7 @@
 
 #include "device/ptx.cuh"
 #include "layout/buffer_layout.h"
-#include "runtime_state.h"
+#include "layout/runtime_state.h"
 
 namespace hybrid_ep::device {
 

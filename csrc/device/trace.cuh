@@ -2,7 +2,7 @@
 #pragma once
 
 #include "device/ptx.cuh"
-#include "runtime_state.h"
+#include "layout/runtime_state.h"
 
 namespace hybrid_ep::device {
 

@@ -38,8 +38,9 @@ __device__ inline bool is_as_mine(const Context& c, const Awaited& a, uint64_t t
     return false;
 }
 
-// The threads that announced: until the ranks of my node and my rail peers make this verb too. What
-// rail peers announce is passed on to my node, also that one announces nothing. False: give up.
+// The threads that announced: until the ranks of my node and my rail peers make this verb too.
+// Invariant "owner passes on": what rail peers announce goes on to my node, also that one announces
+// nothing. False: give up.
 __device__ inline bool await_peers(const Context& c, Phase phase, uint64_t epoch,
                                    uint64_t announcement, int first, int step) {
     const int num_nodes = c.buffer.num_ranks / c.num_peers;
@@ -77,7 +78,8 @@ __device__ __forceinline__ bool has_others(const Context& c) {
     return c.num_peers > 1 && c.num_peers < c.buffer.num_ranks;
 }
 
-// The whole warp, or the whole block: until all ranks make this verb too. False: give up.
+// The whole warp, or the whole block: until all ranks make this verb too, which is the invariant
+// "calls in step". False: give up.
 __device__ inline bool await_all_by_warp(const Context& c, Phase phase, uint64_t epoch,
                                          uint64_t announcement) {
     bool good = await_peers(c, phase, epoch, announcement, lane_id(), kWarp);

@@ -3,27 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include "layout/buffer_layout.h"
-#include "layout/handle_layout.h"
+#include "kernels/verbs.h"
+#include "layout/context.h"
 #include "layout/record_layout.h"
 #include "layout/ring_shape.h"
-#include "runtime_state.h"
-#include "verbs.h"
 
 namespace hybrid_ep::kernels {
-
-// What every kernel knows: where everything is and how long to wait.
-struct Context {
-    Peers peers;  // of my node, by local rank
-    int rank, first_peer, num_peers;
-    layout::BufferLayout buffer;
-    layout::HandleLayout handle;
-    Watch watch;
-    Trace trace;
-
-    HYBRID_EP_HD int local_rank() const { return rank - first_peer; }
-    HYBRID_EP_HD char* mine() const { return peers.base[local_rank()]; }
-};
 
 struct PublishRoutingParams {
     Context context;

@@ -64,7 +64,8 @@ struct BufferLayout {
         return l;
     }
 
-    // The record of a token in the outbox of call `epoch`: its row, its scales, its weights.
+    // The record of a token in the outbox of call `epoch`: its row, its scales, its weights. Calls
+    // take the halves of outbox and routing inbox in turn: invariant "half free".
     HYBRID_EP_HD int64_t record(uint64_t epoch, int64_t token) const {
         return outbox_offset + (int64_t(epoch & 1) * max_tokens + token) * record_bytes;
     }

@@ -7,9 +7,9 @@
 #include <vector>
 
 #include "layout/buffer_layout.h"
+#include "layout/runtime_state.h"
 #include "memory/closing_marks.h"
 #include "memory/process_identity.h"
-#include "runtime_state.h"
 
 namespace hybrid_ep::memory {
 

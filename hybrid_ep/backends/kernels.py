@@ -1,9 +1,9 @@
 """The verbs over CUDA kernels: what the nvlink and the nvshmem backend have in common.
 
 Python checks and owns the tensors; a runtime of ``csrc/`` gets their addresses, as tuples of the
-fields that ``csrc/verbs.h`` lists, and launches the kernels on the current stream. The host waits
-only for M, only without ``max_rows``, and while its tokens are being published; with ``max_rows``
-route and dispatch are one call.
+fields that ``csrc/kernels/verbs.h`` lists, and launches the kernels on the current stream. The host
+waits only for M, only without ``max_rows``, and while its tokens are being published; with
+``max_rows`` route and dispatch are one call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
-_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN = 2, 3, 4, 5  # FaultKind, csrc/runtime_state.h
+# FaultKind in csrc/layout/runtime_state.h
+_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN = 2, 3, 4, 5
 _DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 _NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 _SUM_TYPES = {torch.bfloat16: 0, torch.float16: 1, float32: 2}
@@ -82,6 +83,35 @@ def layout_base(number: int) -> int:
 def num_sms(device: torch.device) -> int:
     """The SMs of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def runtime_settings(buffer: Buffer, most_sms: int) -> dict[str, Any]:
+    """What a runtime is told, by the names of ``csrc/config.h``: the Config and the sizes.
+
+    Args:
+        buffer: whose runtime it is.
+        most_sms: the SMs of the GPU that has the fewest; channels are counted by flags, so all
+            ranks have as many.
+    """
+    topology = buffer.topology
+    settings = vars(buffer.config) | {
+        name: min(getattr(buffer.config, name), most_sms)
+        for name in ("num_sms_publish", "num_sms_dispatch", "num_sms_combine")
+    }
+    return settings | {
+        "device": buffer.device.index or 0,
+        "rank": topology.rank,
+        "num_ranks": topology.num_ranks,
+        "num_nodes": topology.num_nodes,
+        "ranks_per_node": topology.ranks_per_node,
+        "num_experts": buffer.num_experts,
+        "max_tokens": buffer.max_tokens,
+        "topk": buffer.topk,
+        "row_capacity": buffer.row_capacity,
+        "inbox_row_bytes": buffer.inbox_row_bytes,
+        "num_routes": buffer.last_call,
+        "layout_base": layout_base(buffer.number),
+    }
 
 
 def raise_together(failures: list[str | None]) -> None:

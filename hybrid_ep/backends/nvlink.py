@@ -49,31 +49,13 @@ class NvlinkBackend(kernels.KernelBackend):
     name = "nvlink"
 
     def __init__(self, buffer: Buffer) -> None:
-        topology, config = buffer.topology, buffer.config
+        topology = buffer.topology
         self._remember(buffer)
-        # channels are counted by flags, so all ranks have as many
         num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
         mine = b""
         try:
             self._runtime = _nvlink.Runtime(
-                _nvlink.RuntimeConfig(
-                    device=buffer.device.index,
-                    rank=topology.rank,
-                    num_ranks=topology.num_ranks,
-                    num_experts=buffer.num_experts,
-                    max_tokens=buffer.max_tokens,
-                    topk=buffer.topk,
-                    row_capacity=buffer.row_capacity,
-                    inbox_row_bytes=buffer.inbox_row_bytes,
-                    num_sms_publish=min(config.num_sms_publish, num_sms),
-                    num_sms_dispatch=min(config.num_sms_dispatch, num_sms),
-                    num_sms_combine=min(config.num_sms_combine, num_sms),
-                    slice_bytes=config.slice_bytes,
-                    timeout_s=config.timeout_s,
-                    num_routes=buffer.last_call,
-                    layout_base=kernels.layout_base(buffer.number),
-                    trace=config.trace,
-                )
+                _nvlink.RuntimeConfig(**kernels.runtime_settings(buffer, num_sms))
             )
             mine = self._runtime.ipc_handle() if topology.num_ranks > 1 else b""
             failure = None

@@ -1,8 +1,8 @@
 """The nvshmem backend: CUDA kernels between the GPUs of several nodes.
 
-    route      spread_routing, assign_rows, keep_routing   through the rail peers; the handle
-    dispatch   relay_rows                                   once to each node, then as on one node
-    combine    relay_sums                                   added in each node, then at home
+    route      publish_routing, assign_rows, keep_routing   through the rail peers; the handle
+    dispatch   dispatch                                     once to each node, then as on one node
+    combine    combine                                      added in each node, then at home
 
 The verbs are those of ``kernels.py``, as the nvlink backend's. The symmetric memory is
 NVSHMEM's. A process takes part in one NVSHMEM job, whose ranks are those of its first Buffer: later
@@ -203,11 +203,11 @@ class NvshmemBackend(kernels.KernelBackend):
         self._topology = buffer.topology
         self._end = None
         num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
-        sizes = network_config(buffer, num_sms)
+        sizes = runtime_config(buffer, num_sms)
         _heap.start(buffer, sizes.symmetric_bytes)
         failure = None
         try:
-            self._runtime = _nvshmem.NetworkRuntime(sizes)
+            self._runtime = _nvshmem.Runtime(sizes)
         except (RuntimeError, ValueError) as error:  # too large for it
             failure = str(error)
         self._raise_together(buffer.gather(failure))
@@ -261,32 +261,10 @@ def _give_back(runtime: Any, number: int, address: int) -> None:
         _heap.give_back(number, address)
 
 
-def network_config(buffer: Buffer, num_sms: int) -> object:
+def runtime_config(buffer: Buffer, num_sms: int) -> Any:
     """The sizes of the buffer's memory and kernels, as the extension takes them."""
-    topology, config = buffer.topology, buffer.config
-    return _nvshmem.NetworkConfig(
-        device=buffer.device.index or 0,
-        rank=topology.rank,
-        num_nodes=topology.num_nodes,
-        ranks_per_node=topology.ranks_per_node,
-        num_experts=buffer.num_experts,
-        max_tokens=buffer.max_tokens,
-        topk=buffer.topk,
-        row_capacity=buffer.row_capacity,
-        inbox_row_bytes=buffer.inbox_row_bytes,
-        chunk_tokens=config.network_chunk_tokens,
-        window=config.network_channels * config.network_window_chunks,
-        num_sms_publish=min(config.num_sms_publish, num_sms),
-        num_sms_dispatch=min(config.num_sms_dispatch, num_sms),
-        num_sms_combine=min(config.num_sms_combine, num_sms),
-        num_sms_send=config.network_channels,
-        slice_bytes=config.slice_bytes,
-        timeout_s=config.timeout_s,
-        num_routes=buffer.last_call,
-        layout_base=kernels.layout_base(buffer.number),
-        trace=config.trace,
-        uses_mapped=USES_MAPPED,
-    )
+    settings = kernels.runtime_settings(buffer, num_sms)
+    return _nvshmem.RuntimeConfig(**settings, uses_mapped=USES_MAPPED)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-# Span of csrc/runtime_state.h -> verb, and what a block did
+# Span of csrc/layout/runtime_state.h -> verb, and what a block did
 SPANS = (
     ("route", "publish routing"),
     ("route", "wait for the peers' routing"),

@@ -17,8 +17,8 @@ from hybrid_ep.config import Config
 from hybrid_ep.layout.buffer_layout import symmetric_regions
 from hybrid_ep.layout.handle_layout import handle_bytes
 from hybrid_ep.layout.network_window import Window, network_window
+from hybrid_ep.layout.nodes_layout import nodes_handle_bytes, nodes_regions
 from hybrid_ep.layout.record_layout import record_bytes
-from hybrid_ep.layout.relay_layout import relay_handle_bytes, relay_regions
 from hybrid_ep.limits import ROW_ALIGN, as_integer, beyond, check_counts, round_up
 from hybrid_ep.plan.random_load import Spread, Traffic, random_load
 from hybrid_ep.topology import Topology
@@ -324,7 +324,7 @@ def _regions(
 ) -> dict[str, int]:
     if num_nodes == 1:
         return symmetric_regions(ranks_per_node=ranks_per_node, **sizes)
-    return relay_regions(
+    return nodes_regions(
         num_nodes=num_nodes,
         ranks_per_node=ranks_per_node,
         chunk_tokens=chunk_tokens,
@@ -336,7 +336,7 @@ def _regions(
 def _handle_bytes(num_nodes: int, *, ranks_per_node: int, **sizes: int) -> int:
     if num_nodes == 1:
         return handle_bytes(num_ranks=ranks_per_node, **sizes)
-    return relay_handle_bytes(num_nodes=num_nodes, ranks_per_node=ranks_per_node, **sizes)
+    return nodes_handle_bytes(num_nodes=num_nodes, ranks_per_node=ranks_per_node, **sizes)
 
 
 def _bound(limit: str, num_bytes: float, gbs: float) -> Bound:

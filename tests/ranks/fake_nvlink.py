@@ -15,11 +15,11 @@ from tests.ranks.memory import what_it_raises
 from tools.fake_nvlink import Fake, FakeStreams, gpu_with
 
 CASE = Case("fake", num_ranks=3)
-VERBS = Path(__file__).parents[2] / "csrc" / "verbs.h"
+VERBS = Path(__file__).parents[2] / "csrc" / "kernels" / "verbs.h"
 
 
 def field_names(struct: str) -> list[str]:
-    """The fields of a struct of csrc/verbs.h, in their order."""
+    """The fields of a struct of csrc/kernels/verbs.h, in their order."""
     body = re.search(rf"struct {struct} {{(.*?)}};", VERBS.read_text(), re.DOTALL)[1]
     declarations = re.sub(r"//.*", "", body).split(";")
     return [name for line in declarations for name in re.findall(r"(\w+)\s*(?:,|$)", line.strip())]
@@ -47,7 +47,7 @@ class Quiet:
         return replace(handle, num_rows=num_rows)
 
     def given(self, struct: str) -> dict[str, int]:
-        """What the last verb was given for a struct of csrc/verbs.h, by the names of its fields."""
+        """What the last verb was given for a struct of kernels/verbs.h, by name of its fields."""
         return dict(zip(field_names(struct), self.fake.given[struct], strict=True))
 
     def asked(self) -> list[str]:

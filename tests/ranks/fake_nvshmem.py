@@ -48,11 +48,11 @@ class Fake:
         if call in self.fails:
             raise RuntimeError(self.fails[call])
 
-    def NetworkConfig(self, **sizes: Any) -> SimpleNamespace:
+    def RuntimeConfig(self, **sizes: Any) -> SimpleNamespace:
         return SimpleNamespace(**sizes, symmetric_bytes=1000 * sizes["max_tokens"])
 
-    def NetworkRuntime(self, config: SimpleNamespace) -> SimpleNamespace:
-        self.note("NetworkRuntime")
+    def Runtime(self, config: SimpleNamespace) -> SimpleNamespace:
+        self.note("Runtime")
         return SimpleNamespace(
             symmetric_bytes=config.symmetric_bytes,
             handle_words=64,

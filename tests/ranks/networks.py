@@ -29,8 +29,8 @@ class LoopbackBackend(kernels.KernelBackend):
     def __init__(self, buffer: Buffer) -> None:
         topology = buffer.topology
         self._remember(buffer)
-        config = nvshmem.network_config(buffer, kernels.num_sms(buffer.device))
-        self._runtime = nvshmem._nvshmem.NetworkRuntime(config, loopback=True)
+        config = nvshmem.runtime_config(buffer, kernels.num_sms(buffer.device))
+        self._runtime = nvshmem._nvshmem.Runtime(config, loopback=True)
         self._memory = nvshmem._nvshmem.PeerMemory(config)
         self._memory.open(buffer.gather(self._memory.handle()))
         if self.delay_us > 0:

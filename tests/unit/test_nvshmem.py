@@ -8,13 +8,15 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from hybrid_ep import Config, limits
 from hybrid_ep.backends import kernels, nvshmem, nvshmem_library
 from hybrid_ep.fabric import Port, network_environment
-from hybrid_ep.layout.relay_layout import relay_handle_bytes, relay_regions
+from hybrid_ep.layout.nodes_layout import nodes_handle_bytes, nodes_regions
 from hybrid_ep.limits import beyond
 from hybrid_ep.topology import ranks_of_a_host
 from tests.ranks import fake_nvshmem
@@ -37,9 +39,10 @@ def extension():
 @pytest.mark.parametrize("tokens", [1, 130, 4096])
 @pytest.mark.parametrize("nodes, ranks_per_node, topk", [(1, 3, 1), (2, 1, 7), (8, 8, 8)])
 def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_node, topk):
-    config = extension.NetworkConfig(
+    config = extension.RuntimeConfig(
         device=0,
         rank=0,
+        num_ranks=nodes * ranks_per_node,
         num_nodes=nodes,
         ranks_per_node=ranks_per_node,
         num_experts=5 * nodes * ranks_per_node,
@@ -47,17 +50,18 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
         topk=topk,
         row_capacity=2 * 2880 + 48,
         inbox_row_bytes=2 * 2880,
-        chunk_tokens=32,
-        window=16,
+        network_channels=2,
+        network_chunk_tokens=32,
+        network_window_chunks=8,
         num_sms_publish=1,
         num_sms_dispatch=1,
         num_sms_combine=1,
-        num_sms_send=1,
         slice_bytes=16384,
         timeout_s=1.0,
         num_routes=0,
         layout_base=0,
         trace=False,
+        uses_mapped=True,
     )
     shape = {
         "num_nodes": nodes,
@@ -67,9 +71,35 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
         "topk": topk,
     }
     payload = {"hidden": 2880, "itemsize": 2, "scale_bytes": 40}
-    regions = relay_regions(**shape, **payload, chunk_tokens=32, window=16)
+    regions = nodes_regions(**shape, **payload, chunk_tokens=32, window=16)
     assert sum(regions.values()) == config.symmetric_bytes
-    assert relay_handle_bytes(**shape) == 4 * config.handle_words
+    assert nodes_handle_bytes(**shape) == 4 * config.handle_words
+
+
+def test_runtimes_take_their_settings_by_name_and_say_which_is_missing(extension):
+    """Without a GPU: what the backends give is all that both runtimes read."""
+    import hybrid_ep._nvlink as nvlink
+
+    buffer = SimpleNamespace(
+        config=Config(timeout_s=None, num_sms_combine=64),
+        device=torch.device("cuda", 1),
+        topology=SimpleNamespace(rank=1, num_ranks=4, num_nodes=2, ranks_per_node=2),
+        num_experts=8,
+        max_tokens=16,
+        topk=2,
+        row_capacity=64,
+        inbox_row_bytes=64,
+        last_call=3,
+        number=5,
+    )
+    settings = kernels.runtime_settings(buffer, most_sms=8)
+    assert settings["num_sms_combine"] == 8
+    nvlink.RuntimeConfig(**settings)
+    extension.RuntimeConfig(**settings, uses_mapped=True)
+    for module, name in ((nvlink, "slice_bytes"), (extension, "network_channels")):
+        given = {key: value for key, value in settings.items() if key != name}
+        with pytest.raises(TypeError, match=f"RuntimeConfig needs {name}"):
+            module.RuntimeConfig(**given, uses_mapped=True)
 
 
 def test_limits_are_those_of_the_extension(extension):
@@ -89,7 +119,7 @@ def test_windows_do_not_grow_with_the_tokens_of_a_call():
         "chunk_tokens": 32,
         "window": 16,
     }
-    few, many = (relay_regions(**shape, max_tokens=tokens) for tokens in (2048, 65_536))
+    few, many = (nodes_regions(**shape, max_tokens=tokens) for tokens in (2048, 65_536))
     for region in ("relay_window", "push_window", "push_values", "outgoing", "home_window"):
         assert few[region] == many[region]
 
@@ -218,8 +248,8 @@ def test_it_has_what_the_verbs_call(extension):
     assert {"route", "dispatch", "combine"} < called
     for name in called:
         theirs = getattr(other.Runtime, name).__doc__
-        ours = getattr(extension.NetworkRuntime, name).__doc__
-        assert re.sub(r"_nvshmem\.(Network)?", "_nvlink.", ours) == theirs
+        ours = getattr(extension.Runtime, name).__doc__
+        assert ours.replace("_nvshmem.", "_nvlink.") == theirs
 
 
 @pytest.fixture
@@ -261,7 +291,7 @@ def test_ranks_of_several_hosts_get_nvshmem(world):
         assert told["calls"].count("unique_id") == (rank == 0)
 
 
-@pytest.mark.parametrize("call", ["unique_id", "start 0 of 3", "NetworkRuntime", "allocate"])
+@pytest.mark.parametrize("call", ["unique_id", "start 0 of 3", "Runtime", "allocate"])
 def test_a_failure_on_one_rank_raises_on_all(world, call):
     for told in build(world, "nvshmem", {0: {call: "NVSHMEM says no"}}):
         assert told["error"] == "the nvshmem backend cannot run: rank 0: NVSHMEM says no"
@@ -289,7 +319,7 @@ def test_Buffers_share_the_heap(world):
         assert asked["after one was dropped"] == ["complete_puts"], "what is dropped is given back"
         assert asked["after a fault"] == ["allocate 32000"], "puts may still come for the old one"
         assert asked["release"] == ["destroy", "complete_puts", "free"]
-        assert asked["restore"] == ["NetworkRuntime", "allocate 32000", "attach"]
+        assert asked["restore"] == ["Runtime", "allocate 32000", "attach"]
     for asked in results[:2]:
         assert "the ranks were [0, 1, 2], this Buffer has [0, 1]" in asked["pair"]
 

@@ -89,12 +89,96 @@ def test_DeepEP_476_the_extension_needs_neither_driver_nor_toolkit_to_load(modul
 def test_DeepEP_699_every_build_refuses_torch_headers_and_features_by_macro(
     source, line, says, tmp_path
 ):
-    path = tmp_path / "csrc" / source
-    path.parent.mkdir(parents=True)
-    path.write_text(f"#pragma once\n{line}\n")
-    (fault,) = check_kernels.broken_rules(tmp_path / "csrc")
-    assert fault.startswith(f"csrc/{source}:2: ") and says in fault
+    assert_refused(tmp_path, source, line, says)
+
+
+@pytest.mark.parametrize(
+    ("source", "line", "says"),
+    [
+        ("kernels/x.cuh", 'asm volatile("");', "belong in csrc/device/"),
+        ("runtime.cpp", "kernel<<<1, 1>>>();", "launched in csrc/kernels/"),
+        ("network/x.cpp", "cudaLaunchKernelEx(&c, k, p);", "launched in csrc/kernels/"),
+        ("kernels/x.cu", "__global__ void copy(const Params& p) {", "parameters by value"),
+        ("kernels/x.cu", "__global__ void copy(const Params* p) {", "parameters by value"),
+        ("runtime.cpp", 'getenv("HYBRID_EP_SMS");', "environment variables"),
+        ("kernels/x.cuh", "while (ptx::load_acquire(flag) < 1) continue;", "keep the deadline"),
+        ("kernels/x.cu", "cooperative_groups::this_grid().sync();", "of its own grid"),
+        ("memory/x.cpp", "#include <sstream>", "no iostreams"),
+    ],
+)
+def test_every_build_refuses_what_breaks_a_layer(source, line, says, tmp_path):
+    assert_refused(tmp_path, source, line, says)
+
+
+@pytest.mark.parametrize(
+    ("source", "header"),
+    [
+        ("layout/x.h", "device/ptx.cuh"),
+        ("device/x.cuh", "kernels/kernels.h"),
+        ("device/x.cuh", "network/context.h"),
+        ("network/x.cuh", "kernels/several_nodes.h"),
+        ("memory/x.h", "kernels/kernels.h"),
+        ("kernels/x.h", "runtime.h"),
+        ("kernels/x.cuh", "kernels/dispatch/block.cuh"),
+        ("kernels/combine/x.cuh", "kernels/dispatch/block.cuh"),
+        ("kernels/nvshmem/x.cu", "nodes_runtime.h"),
+    ],
+)
+def test_every_build_refuses_an_include_against_the_layers(source, header, tmp_path):
+    assert_refused(tmp_path, source, f'#include "{header}"', f"and itself, not {header}")
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("kernels/dispatch/x.cu", '#include "kernels/kernels.h"'),
+        ("kernels/nvshmem/x.cu", '#include "kernels/dispatch/several_nodes.cuh"'),
+        ("memory/x.cpp", '#include "check.h"'),
+        ("runtime.cpp", '#include "kernels/kernels.h"'),
+        ("device/x.cuh", 'asm volatile("");'),
+        ("layout/x.h", '// as #include "runtime.h", or asm'),
+        ("kernels/x.cu", "__global__ void copy(const __grid_constant__ Params p) {"),
+    ],
+)
+def test_no_build_refuses_what_keeps_the_layers(source, line, tmp_path):
+    assert faults_of(tmp_path, {source: line}) == []
+
+
+def test_every_build_refuses_headers_that_include_each_other(tmp_path):
+    (fault,) = faults_of(
+        tmp_path,
+        {"device/a.cuh": '#include "device/b.cuh"', "device/b.cuh": '#include "device/a.cuh"'},
+    )
+    assert "include each other" in fault and "device/b.cuh" in fault
+
+
+def test_the_sources_keep_the_layers():
     assert list(check_kernels.broken_rules(ROOT / "csrc")) == []
+
+
+def test_invariants_have_one_name_in_docs_and_sources():
+    named, marked = set(), set()
+    for page in ("design.md", "several_nodes.md"):
+        table = (ROOT / "docs" / page).read_text().split("## Invariants")[1].split("\n\n")
+        rows = next(part for part in table if part.startswith("| name |")).splitlines()[2:]
+        named |= {row.split("|")[1].strip() for row in rows}
+    for path in (ROOT / "csrc").rglob("*.*"):
+        comments = re.sub(r"\s*\n\s*//", "", path.read_text())
+        marked |= set(re.findall(r'[Ii]nvariant\s+"([^"]+)"', comments))
+    assert named == marked
+
+
+def faults_of(folder: Path, sources: dict[str, str]) -> list[str]:
+    for source, line in sources.items():
+        path = folder / "csrc" / source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"#pragma once\n{line}\n")
+    return list(check_kernels.broken_rules(folder / "csrc"))
+
+
+def assert_refused(folder: Path, source: str, line: str, says: str) -> None:
+    (fault,) = faults_of(folder, {source: line})
+    assert fault.startswith(f"csrc/{source}:2: ") and says in fault
 
 
 # ---- the build

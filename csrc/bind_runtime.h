@@ -1,0 +1,140 @@
+// What the runtimes of both modules show to Python alike.
+#pragma once
+
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <string>
+#include <tuple>
+#include <type_traits>
+
+#include "call_state.h"
+#include "check.h"
+#include "kernels/verbs.h"
+
+namespace hybrid_ep {
+
+namespace py = pybind11;
+
+using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t>;
+using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
+                             int, int, uintptr_t>;
+using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
+using SummedTuple = std::tuple<uintptr_t, int64_t, int, int, uintptr_t, uintptr_t, uintptr_t,
+                               uintptr_t, int, uintptr_t>;
+
+// A field as Python gives it, for a struct that wants a pointer, an enumerator or the number
+// itself.
+template <typename Number>
+struct Field {
+    Number number;
+
+    operator Number() const { return number; }
+    template <typename T>
+    operator T*() const {
+        return reinterpret_cast<T*>(number);
+    }
+    operator SumType() const { return SumType(number); }
+};
+
+template <typename Struct, typename Tuple>
+Struct from(const Tuple& tuple) {
+    return std::apply([](auto... numbers) { return Struct{Field<decltype(numbers)>{numbers}...}; },
+                      tuple);
+}
+
+// Each module has a type of its own, of one name: both may be loaded.
+template <typename Config>
+py::class_<Config> bind_config(py::module_& m) {
+    return py::class_<Config>(m, "RuntimeConfig", py::module_local())
+        .def(py::init([](const py::kwargs& given) {
+            Config config{};
+            config.each_field([&](const char* name, auto& field) {
+                if (!given.contains(name)) {
+                    throw py::type_error(std::string("RuntimeConfig needs ") + name);
+                }
+                field = py::cast<std::decay_t<decltype(field)>>(given[name]);
+            });
+            return config;
+        }));
+}
+
+inline bool is_interrupted() {
+    py::gil_scoped_acquire held;
+    return PyErr_CheckSignals() != 0;
+}
+
+// Blocks the thread, not Python: other threads run, and Ctrl-C is heard.
+template <typename R>
+std::optional<int64_t> await_required_rows(const R& runtime, uint64_t ticket, uintptr_t stream) {
+    std::optional<int64_t> rows;
+    {
+        py::gil_scoped_release released;
+        rows = runtime.required_rows(ticket, stream, is_interrupted);
+    }
+    if (PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return rows;
+}
+
+template <typename R>
+void bind_verbs(py::class_<R>& runtime) {
+    runtime
+        .def("route",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout, bool want_mail,
+                uintptr_t stream) {
+                 return self.route(from<Choices>(choices), from<NewLayout>(layout), want_mail,
+                                   stream);
+             })
+        .def("publish", [](R& self, const SentTuple& sent,
+                           uintptr_t stream) { self.publish(from<Sent>(sent), stream); })
+        .def("publish_fresh",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, uintptr_t stream) {
+                 return self.publish_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                           from<Sent>(sent), stream);
+             })
+        .def("pull", [](R& self, const ReceivedTuple& received,
+                        uintptr_t stream) { self.pull(from<Received>(received), stream); })
+        .def("dispatch",
+             [](R& self, const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
+                 self.dispatch(from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("dispatch_fresh",
+             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
+                 self.dispatch_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                     from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("combine", [](R& self, const SummedTuple& summed,
+                           uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
+        .def("destroy", &R::destroy, py::call_guard<py::gil_scoped_release>())
+        .def("required_rows", &await_required_rows<R>)
+        .def("give_up", &R::give_up, py::call_guard<py::gil_scoped_release>())
+        .def("num_routes", &R::num_routes, py::call_guard<py::gil_scoped_release>())
+        .def("fault", &R::fault)
+        .def("take_trace",
+             [](R& self) {
+                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t, int>> events;
+                 for (const TraceEvent& e : self.take_trace()) {
+                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns, e.sm);
+                 }
+                 return events;
+             })
+        .def_property_readonly("is_half_made", &R::is_half_made)
+        .def_property_readonly("handle_words", &R::handle_words)
+        .def_property_readonly("symmetric_bytes", &R::symmetric_bytes);
+}
+
+inline void bind_fault_report(py::module_& m) {
+    py::class_<FaultReport>(m, "FaultReport", py::module_local())
+        .def_readonly("kind", &FaultReport::kind)
+        .def_readonly("phase", &FaultReport::phase)
+        .def_readonly("peer", &FaultReport::peer)
+        .def_readonly("channel", &FaultReport::channel)
+        .def_readonly("epoch", &FaultReport::epoch)
+        .def_readonly("seen", &FaultReport::seen)
+        .def_readonly("mine", &FaultReport::mine);
+}
+
+}  // namespace hybrid_ep

@@ -1,0 +1,157 @@
+// A block of dispatch: which warp does what, on one node as on several, where only the walker
+// differs (one_node.cu, several_nodes.cuh).
+#pragma once
+
+#include "kernels/announce.cuh"
+#include "kernels/dispatch/padding.cuh"
+#include "kernels/dispatch/publish.cuh"
+#include "kernels/dispatch/pull.cuh"
+
+namespace hybrid_ep::kernels {
+
+// Warps: the walker looks up copies and waits until their sources have announced them; the loader
+// starts all bulk loads, the storer all stores of rows that have landed, and the spreader stores
+// their trailers; the writers publish and the herald announces, which takes microseconds; the
+// sweepers zero the padding. All but the herald write where there is nothing to pull yet.
+enum DispatchRole { kHerald, kWalker, kLoader, kStorer, kSpreader, kFirstSweeper };
+constexpr int kSweepers = 2;
+constexpr int kFirstWriter = kFirstSweeper + kSweepers;
+constexpr int kDispatchWarps = kFirstWriter + kWriters;
+constexpr int kDispatchThreads = kDispatchWarps * kWarp;
+
+struct DispatchSmem {
+    PublishSmem publish;
+    PullSmem pull;
+};
+static_assert(sizeof(DispatchSmem) <= layout::kStaticSmemBytes);
+
+__device__ __forceinline__ int first_writer(const DispatchParams& p) {
+    return p.pulls ? kFirstWriter : kHerald + 1;
+}
+__device__ __forceinline__ int num_writers(const DispatchParams& p) {
+    return kDispatchWarps - first_writer(p);
+}
+
+// The how-manieth of a dispatch's blocks.
+__device__ __forceinline__ int block_of(const DispatchParams& p) {
+    return int(blockIdx.x) - p.first_block;
+}
+
+// ---- the call as a whole
+
+// One warp of the grid announces the call at its beginning; this rank has ended the call before.
+__device__ inline uint64_t announcement_of(const DispatchParams& p) {
+    const uint32_t signature = p.record.signature();
+    return p.behind_routing ? announcement_behind_route(p.sent.words, signature)
+                            : announcement_of(p.context, Phase::kDispatch, p.sent.words, signature);
+}
+
+// And before the call ends: all peers make it too, even those that I have no copy from. Invariant
+// "half free": so none of them still pulls the call before, and the next call may overwrite its
+// half of my outbox.
+__device__ inline void await_call(const DispatchParams& p, PullSmem& smem, uint64_t epoch,
+                                  uint64_t announcement) {
+    if (!await_all_by_warp(p.context, Phase::kDispatch, epoch, announcement)) smem.failed = true;
+}
+
+// One thread of the last block of the launch that pulls.
+__device__ inline void close_dispatch(const Watch& watch, uint64_t epoch) {
+    watch.state->parcels_taken[0] = watch.state->parcels_taken[1] = 0;
+    close_call(watch.state, Phase::kDispatch, epoch);
+}
+
+// ---- padding
+
+__device__ inline void sweep(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
+                             uint64_t epoch) {
+    if (!handle.header[layout::HandleLayout::kMayHavePadding] || p.received.num_rows == 0) return;
+    const Stopwatch zeroing(p.context.trace);
+    zero_padding(p.received, p.record, handle, p.context.buffer.num_local_experts,
+                 block_of(p) * kSweepers + sweeper, p.num_blocks * kSweepers);
+    if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
+}
+
+// The walker, for a call whose routing failed: there are no rows to look at. The roles behind it
+// run to the end mark whatever has failed, so none waits for one that has left.
+__device__ inline void give_up(PullSmem& smem) {
+    if (lane_id() != 0) return;
+    smem.failed = true;
+    smem.job[0].num_rows = Job::kEnd;
+    smem.jobs.filled(Turn{});
+}
+
+// `Walker` is made of (walker parameters, handle, PullSmem&, epoch) and lists jobs in run().
+template <typename Walker, typename WalkerParams>
+__device__ __forceinline__ void play(int role, const DispatchParams& p, const WalkerParams& walked,
+                                     const layout::HandleView& handle, const Slots& slots,
+                                     DispatchSmem& smem, uint64_t epoch, int parcel) {
+    const bool announces = block_of(p) == 0 && role == kFirstSweeper;
+    uint64_t announcement = 0;
+    if (announces) {
+        announcement = announcement_of(p);
+        announce(p.context, Phase::kDispatch, announcement, lane_id(), kWarp);
+    }
+    if (role == kHerald) {
+        if (publishes(p)) announce_parcels(p, smem.publish, epoch);
+        return;
+    }
+    if (role >= first_writer(p)) {
+        const int writer = role - first_writer(p);
+        if (publishes(p)) {
+            write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch, parcel);
+        }
+        return;
+    }
+
+    // publishing needs what publish_routing wrote, pulling what assign_rows did
+    ptx::await_kernel_before();
+    // the writers beside may have read cache lines early that assign_rows has written since
+    if (p.behind_routing) __threadfence();
+    const Stopwatch pulling(p.context.trace);
+    if (role == kWalker) {
+        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return give_up(smem.pull);
+        Walker(walked, handle, smem.pull, epoch).run();
+    } else if (role == kLoader) {
+        if (lane_id() == 0) load_slices(slots, smem.pull);
+    } else if (role == kStorer) {
+        store_slices(p, slots, smem.pull);
+        if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
+    } else if (role == kSpreader) {
+        spread_trailers(p, slots, smem.pull);
+    } else {
+        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return;
+        sweep(p, handle, role - kFirstSweeper, epoch);
+        if (announces) await_call(p, smem.pull, epoch, announcement);
+    }
+}
+
+// All threads of one of the p.num_blocks blocks. Invariant "no wait inside a grid": resident blocks
+// publish all parcels, and the first one alone waits for the peers' first. False: the call failed
+// and stays open.
+template <typename Walker, typename WalkerParams>
+__device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const WalkerParams& walked,
+                                             char* dynamic_smem, DispatchSmem& smem) {
+    const Slots slots(dynamic_smem, p.ring);
+    const Watch& watch = p.context.watch;
+    int parcel = 0;  // of the first writer's first lane
+    if (threadIdx.x == first_writer(p) * kWarp && publishes(p)) parcel = ask_for_parcel(p);
+    if (threadIdx.x == 0) {
+        smem.pull.jobs.init(kJobs, kUsers);
+        smem.pull.slots.init(slots.size(), kUsers);
+        smem.publish.init(num_writers(p));
+        smem.pull.failed = has_fault(watch.state);
+    }
+    __syncthreads();
+    if (smem.pull.failed) {
+        if (p.behind_routing) ptx::await_kernel_before();
+        return false;
+    }
+    const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
+    const layout::HandleView handle(p.sent.words, p.context.handle);
+    play<Walker>(warp_id(), p, walked, handle, slots, smem, epoch, parcel);
+    if (p.behind_routing) ptx::await_kernel_before();  // or the next could overtake that one
+    __syncthreads();
+    return !smem.pull.failed;
+}
+
+}  // namespace hybrid_ep::kernels

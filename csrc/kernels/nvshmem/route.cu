@@ -1,0 +1,10 @@
+#include "kernels/give_up.cuh"
+#include "kernels/route/several_nodes.cuh"
+#include "network/nvshmem_network.cuh"
+
+namespace hybrid_ep::kernels::several_nodes {
+
+template void launch_publish_routing<NvshmemNetwork>(const PublishRoutingParams&, cudaStream_t);
+template void launch_give_up<NvshmemNetwork>(const GiveUpParams&, cudaStream_t);
+
+}  // namespace hybrid_ep::kernels::several_nodes

@@ -1,0 +1,55 @@
+// Every rank tells every rank which experts its tokens chose.
+//
+//   topk_idx [T, K] --distinct, ascending--> experts [T, K] int16 --push--> routing inbox of all
+//                   --count per chunk------> rows per expert, copies ---push---^
+//                   `--> the home half of the handle: ranks per token, slot -> place
+//
+// A block owns chunks of kChunkTokens tokens. All max_tokens are published, tokens beyond T as
+// having no expert, so T is free to differ.
+#include "device/flag.cuh"
+#include "device/trace.cuh"
+#include "kernels/announce.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/route/chunk.cuh"
+
+namespace hybrid_ep::kernels {
+namespace {
+
+using namespace device;
+using namespace routing;
+using layout::Phase;
+
+__global__ void __launch_bounds__(kThreads) publish_routing(const PublishRoutingParams p) {
+    extern __shared__ __align__(16) char dynamic_smem[];
+    const auto& b = p.context.buffer;
+    ptx::let_next_kernel_start();
+    if (__syncthreads_or(has_fault(p.context.watch.state))) return;
+    const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kRoute);
+    ChunkSmem smem(dynamic_smem, b);
+    const Stopwatch stopwatch(p.context.trace);
+    if (blockIdx.x == 0 && warp_id() == 0) {
+        uint64_t mine = 0;
+        if (lane_id() == 0) mine = begin_route(p.context, p.words, p.choices.num_tokens, epoch);
+        mine = __shfl_sync(kAllLanes, mine, 0);
+        announce(p.context, Phase::kRoute, mine, lane_id(), kWarp);
+    }
+
+    for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
+        clear_chunk(b, smem);
+        sort_tokens(p, smem, chunk, epoch);
+        __syncthreads();
+        push_chunk(smem, b, p.context.peers, 0, b.num_ranks, p.context.rank, chunk, epoch);
+        __syncthreads();
+    }
+    signal_all_ranks(p.context.peers, b, Phase::kRoute, p.context.rank, blockIdx.x, epoch,
+                     b.topk & 0xFFFF);
+    stopwatch.stop(Span::kPublishRouting, epoch);
+}
+
+}  // namespace
+
+void launch_publish_routing(const PublishRoutingParams& p, cudaStream_t stream) {
+    launch(publish_routing, p, p.num_blocks, kThreads, ChunkSmem::bytes(p.context.buffer), stream);
+}
+
+}  // namespace hybrid_ep::kernels
