@@ -307,7 +307,8 @@ def test_DeepEP_128_no_way_from_the_card_to_gpu_memory() -> None:
 def test_DeepEP_128_the_gpu_may_not_ring_the_bell() -> None:
     """Fatal with an old NVSHMEM, slower with GDRCopy or a newer one."""
     network = {"peer_mapping_override": False, "nvshmem": "nvidia-nvshmem-cu12 3.2.5"}
-    fault = only_fault_of_the_network(with_cards(**network))
+    old, fault = faults(with_cards(**network), "nvshmem")
+    assert old.need == "NVSHMEM 3.4.5 or later"
     for words in ("PeerMappingOverride=1", "error=800", "/dev/gdrdrv", "3.4.5 or later"):
         assert words in fault.advice
     for cure in ({"gdrcopy": True}, {"nvshmem": "nvidia-nvshmem-cu13 3.4.5"}):

@@ -691,7 +691,7 @@ def test_tables_take_the_sizes_that_are_given(capsys: pytest.CaptureFixture, tmp
     assert [row["num_experts"] for row in rows][:4] == [24, 24, 32, 32]
     assert {row["node_limit"] for row in rows} == {None, 1}
     assert {row["dtype"] for row in rows} == {"fp8"}
-    assert "fp8, 80 bytes a row" in capsys.readouterr().out
+    assert "fp8, 96 bytes a row" in capsys.readouterr().out
 
 
 def test_tables_have_numbers_of_nodes_of_their_own() -> None:
