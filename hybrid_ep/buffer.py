@@ -21,7 +21,7 @@ from hybrid_ep.config import Config
 from hybrid_ep.errors import SetupError
 from hybrid_ep.limits import as_integer, round_up
 from hybrid_ep.ranks import Ranks
-from hybrid_ep.topology import Topology, host_name, ranks_of_a_host
+from hybrid_ep.topology import Topology, gpu_uuid, host_name, ranks_of_a_host
 from hybrid_ep.torch_ops import prepare_order
 
 _log = logging.getLogger("hybrid_ep")
@@ -118,7 +118,7 @@ class Buffer:
                 ranks_per_node = as_integer("ranks_per_node", ranks_per_node, 1)
             _check_arguments(num_experts, topk, num_ranks, dtype, backend)
             self.config = _read_config(config)
-            self.device = _find_device(device)
+            self.device = self._ranks.device = _find_device(device)
             self.dtype = dtype
             self.num_local_experts = num_experts // num_ranks
             self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
@@ -391,11 +391,19 @@ class Buffer:
                 device=self.device,
                 timeout_s=self.config.timeout_s,
                 number=self.number,
+                shares_gpus=self._shares_gpus(),
                 last_call=self.last_call,
             )
         from hybrid_ep.backends import nvlink, nvshmem
 
         return nvlink.NvlinkBackend(self) if backend == "nvlink" else nvshmem.NvshmemBackend(self)
+
+    def _shares_gpus(self) -> bool:
+        """Whether some ranks have the same GPU; collective."""
+        if self.device.type != "cuda":
+            return False
+        gpus = self.gather(gpu_uuid(self.device))
+        return len(set(gpus)) < len(gpus)
 
     def gather(self, value: Any) -> list[Any]:
         """One Python object from each rank; see ``Ranks``."""

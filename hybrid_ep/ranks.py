@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 # what a peer raises for an exception of a rank: of the first of these types that it is of
@@ -47,12 +48,17 @@ class Ranks:
         group: the ``torch.distributed`` group; not used by a single rank.
         rank: of this process in the group.
         num_ranks: size of the group.
+
+    Attributes:
+        device: of this rank, once it is known. NCCL gathers objects through the current GPU, so
+            that becomes this one.
     """
 
     def __init__(self, group: Any, rank: int, num_ranks: int) -> None:
         self._group = group
         self._rank = rank
         self._num_ranks = num_ranks
+        self.device = torch.device("cpu")
         self._depth = 0  # of steps in steps
         # that all ranks know of; only within a step, since one may be raised again in another
         self._known: list[Exception] = []
@@ -102,8 +108,10 @@ class Ranks:
 
     def _exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._num_ranks
+        on_gpu = self.device.type == "cuda" and torch.cuda.is_available()
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            with torch.cuda.device(self.device) if on_gpu else contextlib.nullcontext():
+                dist.all_gather_object(values, value, group=self._group)
         except Exception as error:  # the group itself failed: another exchange would only wait
             self._known.append(error)
             raise

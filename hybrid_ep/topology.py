@@ -6,6 +6,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 
 @dataclass(frozen=True)
 class Topology:
@@ -51,6 +53,11 @@ def host_name() -> str:
             return f"{socket.gethostname()} {file.read().strip()}"
     except OSError:
         return socket.gethostname()
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """Names a GPU, whatever index a process has it under."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:

@@ -70,7 +70,7 @@ class RankFailed(AssertionError):
 
 
 class Pool:
-    """Ranks that run one function after another, with a gloo group between them."""
+    """Ranks that run one function after another, with the target's group between them."""
 
     def __init__(self, num_ranks: int, target: Target) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -201,7 +201,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo",
+        target.group if device.type == "cuda" else "gloo",
         init_method=f"file://{store}",
         rank=rank,
         world_size=num_ranks,

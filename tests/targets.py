@@ -32,12 +32,14 @@ class Target:
         device: ``"cpu"`` or ``"cuda"``; ranks may outnumber GPUs.
         nodes: ``"any"`` (a case has its own), ``"one"`` (a case's nodes do not count) or
             ``"several"`` (ranks are divided where the case does not say how).
+        group: backend of the ranks' group, as ``init_process_group`` takes it; None names none.
     """
 
     name: str
     backend: str
     device: str
     nodes: str
+    group: str | None = "gloo"
 
     @property
     def on_gpu(self) -> bool:
@@ -77,7 +79,8 @@ class Target:
 
 
 TORCH_CPU = Target("torch_cpu", "torch", "cpu", nodes="any")
-TORCH_GPU = Target("torch_gpu", "torch", "cuda", nodes="any")
+# over NCCL where each rank has a GPU of its own
+TORCH_GPU = Target("torch_gpu", "torch", "cuda", nodes="any", group="cpu:gloo,cuda:nccl")
 NVLINK = Target("nvlink", "nvlink", "cuda", nodes="one")
 NODES = Target("nodes", "nvshmem", "cuda", nodes="several")
 
@@ -127,4 +130,5 @@ def place(item: pytest.Item) -> tuple[int, int]:
     if target is TORCH_CPU:  # its ranks cost little: files in order
         return 0, 0
     case = params.get("case")
-    return ALL.index(target), params.get("num_ranks") or getattr(case, "num_ranks", 0)
+    by_name = [each.name for each in ALL].index(target.name)
+    return by_name, params.get("num_ranks") or getattr(case, "num_ranks", 0)

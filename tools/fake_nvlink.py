@@ -188,6 +188,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
     with _instead(
         (nvlink, "_nvlink", fake),
         (nvshmem, "gpu_uuid", lambda device: "GPU-0"),  # where auto tries nvshmem
+        (hybrid_ep.buffer, "gpu_uuid", lambda device: "GPU-0"),  # where it ends with torch
         (kernels, "num_sms", lambda device: 132),
         (hybrid_ep.buffer, "host_name", lambda: host),
         (hybrid_ep.buffer, "prepare_order", lambda device: None),

@@ -1,43 +1,19 @@
-"""Host memory of the torch backend: large tensors, and an outbox that ranks of a host share.
-
-Both only save time: results and order are those of messages.
-"""
+"""An outbox that the ranks of a host share. It only saves time: results are those of messages."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import secrets
-import sys
-from mmap import PAGESIZE, mmap
+from mmap import mmap
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.messages import Exchange
 from hybrid_ep.topology import Topology
 
-_HUGE_BYTES = 4 << 20  # from here on a block holds at least one huge page
-_MADV_HUGEPAGE = 14  # of Linux
-_madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
-
-
-def empty(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """As ``like.new_empty(shape)``; the system is asked for huge pages under a large one.
-
-    malloc gives blocks of this size back to the system. Faulting their pages in anew, 4 kB at a
-    time, costs twice the copy that fills them, and with huge pages a third of it (67 MB on one
-    core: 19 ms and 4 ms beside 11 ms). The tensor is torch's own in every respect, so callers may
-    change, resize and keep it.
-    """
-    made = like.new_empty(shape)
-    num_bytes = made.numel() * made.element_size()
-    if num_bytes >= _HUGE_BYTES and made.device.type == "cpu" and _madvise is not None:
-        begin = -(-made.data_ptr() // PAGESIZE) * PAGESIZE
-        end = (made.data_ptr() + num_bytes) // PAGESIZE * PAGESIZE
-        # where the system has no huge pages it says so, and nothing else changes
-        _madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    return made
+if TYPE_CHECKING:
+    from hybrid_ep.backends.messages import Messages
 
 
 class HostOutbox:
@@ -87,7 +63,7 @@ class HostOutbox:
         return everybody
 
 
-def map_together(exchange: Exchange, num_bytes: int, phase: str, call: int) -> mmap | None:
+def map_together(exchange: Messages, num_bytes: int, phase: str, call: int) -> mmap | None:
     """Memory that all ranks share, or None (on all of them) where one of them cannot have it.
 
     Rank 0 makes it without a name in any file system, so nothing is left behind; the others open it
@@ -158,15 +134,3 @@ def _map_ticket(process: int, descriptor: int, nonce: int, num_bytes: int) -> mm
             os.close(opened)
     except _REFUSED:
         return None
-
-
-def as_words(tensor: Tensor) -> Tensor:
-    """The same bytes as the widest integers that divide a row: moving knows no dtype."""
-    width = tensor.shape[1] * tensor.element_size()
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
-    size = next(size for size in words if width % size == 0)
-    # to one dimension, since the one row of a wider tensor is contiguous and keeps its stride
-    flat = tensor.contiguous().view(-1)
-    if flat.storage_offset() * flat.element_size() % size:
-        flat = flat.clone()
-    return flat.view(words[size]).view(tensor.shape[0], width // size)

@@ -1,17 +1,27 @@
-"""Point-to-point messages between ranks, with a deadline that names the peer."""
+"""What ranks send each other in the torch backend, with a deadline that names the peer.
+
+A call of a verb is ``begin()``, any number of exchanges, and ``settle()`` after the last one. It
+starts with ``tell``: short tables by which the ranks make sure that they make the same call. Rows
+follow, ``pick`` and ``send``.
+
+    Messages       point to point, over gloo and what else knows tags
+    Collectives    over NCCL (collectives.py)
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.backends.tensors import empty
 from hybrid_ep.errors import PeerError
 from hybrid_ep.topology import Topology
 
@@ -21,6 +31,7 @@ SHORTEST_S = 0.001  # gloo counts milliseconds, and takes 0 for the timeout of i
 _FIRST_TAG = 1 << 24  # above the tags that people choose, below the limit of any carrier
 
 Operation = tuple[Any, Tensor, int]  # isend or irecv, what it sends or fills, the peer
+Table = list[list[int]]  # a row for each rank
 
 
 def tag_of(buffer: int) -> int:
@@ -28,32 +39,38 @@ def tag_of(buffer: int) -> int:
     return _FIRST_TAG + buffer % _FIRST_TAG
 
 
-@dataclass
-class Exchange:
-    """Point-to-point messages of equal meaning between all ranks: one list of tensors per peer.
+class Told(NamedTuple):
+    """What I told each peer, and what each told me."""
 
-    A call of a verb is ``begin()``, any number of exchanges, and ``settle()`` after the last one.
-    An error between the first and the last leaves messages of this call that a later call would
-    take for its own: ``stop()`` keeps the reason, and ``begin()`` raises it from then on.
+    mine: Table
+    theirs: Table
+
+
+class Rows(NamedTuple):
+    """Rows for the peers: of ``source`` those at ``index``, or all, ordered by peer."""
+
+    source: Tensor
+    index: Tensor | None = None
+
+
+@dataclass
+class Exchange(ABC):
+    """The exchanges of a Buffer's calls, and what becomes of the Buffer if one fails.
+
+    An error between the first and the last exchange of a call leaves messages that a later call
+    would take for its own: ``stop()`` keeps the reason, and ``begin()`` raises it from then on.
 
     Attributes:
-        timeout_s: seconds to wait for each message; ``math.inf`` for no deadline. gloo keeps it
-            whatever the timeout of its group is, longer or shorter.
-        staged: gloo cannot send from a GPU, so messages go through host memory.
-        tag: keeps these messages apart from all others of the group. NCCL knows no tags.
+        timeout_s: seconds to wait for a peer; ``math.inf`` for no deadline.
         failure: why the Buffer cannot be used any more, None where it can.
     """
 
     group: Any
     topology: Topology
     timeout_s: float
-    staged: bool
-    tag: int
-    failure: RuntimeError | None = None
-    _half_way: tuple[str, int] | None = None  # phase and number of the call between its messages
-    # after a failure both stay for the messages under way; requests use tensors and go first
-    _requests: list[tuple[int, dist.Work]] = field(default_factory=list)
-    _tensors: list[Tensor] = field(default_factory=list)
+    failure: RuntimeError | None = field(default=None, kw_only=True)
+    # phase and number of the call between its exchanges
+    _half_way: tuple[str, int] | None = field(default=None, kw_only=True)
 
     def begin(self) -> None:
         """Raise what an earlier call left behind, if one did."""
@@ -88,7 +105,131 @@ class Exchange:
 
     def drop(self) -> None:
         """Let go of what a failed exchange left under way, and of the frames of its error."""
-        self._requests, self._tensors, self.failure = [], [], None
+        self.failure = None
+
+    @abstractmethod
+    def tell(
+        self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
+    ) -> Any:
+        """Start an exchange of equal tables between all ranks; ``hear`` ends it.
+
+        Args:
+            fields: what every peer is told.
+            counts: int64 ``[R, num_counts]``, what each peer is told besides; None: zeros.
+            num_counts: equal in all exchanges of a Buffer, as is the number of fields.
+            phase: of the call, for errors.
+            call: its number.
+        """
+
+    @abstractmethod
+    def hear(self, told: Any) -> Told:
+        """Wait for the peers' tables, on the host."""
+
+    @abstractmethod
+    def pick(self, source: Tensor, index: Tensor | None = None) -> Rows:
+        """What ``send`` will send: rows of ``source [N, W]``, ordered by peer."""
+
+    @abstractmethod
+    def send(
+        self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
+    ) -> Any:
+        """Start to send so many rows to each rank, and to receive so many; ``receive`` ends it."""
+
+    @abstractmethod
+    def receive(self, sent: Any) -> Tensor:
+        """The peers' rows, ``[sum(recv_counts), W]``, ordered by peer."""
+
+    def lacks(self, peer: int, reason: str) -> PeerError:
+        """The error of a call in which something of the peer is missing; it is kept."""
+        phase, call = self._half_way
+        self.failure = PeerError(
+            rank=self.topology.rank, peer=peer, phase=phase, call=call, reason=reason
+        )
+        return self.failure
+
+    @contextmanager
+    def blaming(self, peer: int, what: str) -> Iterator[None]:
+        """An exchange with this peer fails in here: a PeerError that names it, and is kept."""
+        try:
+            yield
+        except torch.OutOfMemoryError:  # a RuntimeError, and no peer's doing
+            raise
+        except RuntimeError as error:
+            text = (str(error) or type(error).__name__).splitlines()[0]
+            raise self.lacks(peer, f"{what} ({text})") from error
+
+    def in_time(self) -> str:
+        return "" if self.timeout_s >= LONGEST_S else f" within {self.timeout_s:g} s"
+
+
+@dataclass
+class Messages(Exchange):
+    """Point-to-point messages; each exchange is over when the function that starts it returns.
+
+    gloo keeps the deadline of each message, whether that of its group is longer or shorter. It
+    cannot send from a GPU, so from there messages go through host memory.
+
+    Attributes:
+        tag: keeps these messages apart from all others of the group.
+    """
+
+    tag: int
+    # after a failure both stay for the messages under way; requests use tensors and go first
+    _requests: list[tuple[int, dist.Work]] = field(default_factory=list)
+    _tensors: list[Tensor] = field(default_factory=list)
+
+    def drop(self) -> None:
+        self._requests, self._tensors = [], []
+        super().drop()
+
+    def tell(
+        self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
+    ) -> Told:
+        ranks = self.topology.num_ranks
+        counts = [[0] * num_counts] * ranks if counts is None else counts.tolist()
+        mine = [[*fields, *each] for each in counts]
+        sent = torch.tensor(mine, dtype=torch.int64, device="cpu")
+        got = sent.clone()
+        self([[row] for row in sent], [[row] for row in got], phase=phase, call=call)
+        return Told(mine, got.tolist())
+
+    def hear(self, told: Told) -> Told:
+        return told
+
+    def pick(self, source: Tensor, index: Tensor | None = None) -> Rows:
+        return Rows(source, index)
+
+    def send(
+        self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
+    ) -> Tensor:
+        me, (source, index) = self.topology.rank, rows
+        if self.topology.num_ranks == 1:
+            return source if index is None else source.index_select(0, index)
+        received = empty((sum(recv_counts), source.shape[1]), source)
+        recvs = list(received.split(recv_counts))
+        if index is None:
+            sends = list(source.split(send_counts))
+            recvs[me].copy_(sends[me])
+        else:
+            indices = index.split(send_counts)
+            torch.index_select(source, 0, indices[me], out=recvs[me])
+            sends = [
+                source[:0] if peer == me else source.index_select(0, theirs)
+                for peer, theirs in enumerate(indices)
+            ]
+        self([[rows] for rows in sends], [[rows] for rows in recvs], phase=phase, call=call)
+        return received
+
+    def receive(self, sent: Tensor) -> Tensor:
+        return sent
+
+    def gather(self, mine: Tensor, *, phase: str, call: int) -> Tensor:
+        """``mine [N, W]`` of each rank, ``[R * N, W]``."""
+        me, ranks = self.topology.rank, self.topology.num_ranks
+        everybody = mine.new_empty((ranks, *mine.shape))
+        everybody[me].copy_(mine)
+        self([[mine]] * ranks, [[theirs] for theirs in everybody], phase=phase, call=call)
+        return everybody.flatten(0, 1)
 
     def __call__(
         self,
@@ -99,8 +240,6 @@ class Exchange:
         call: int,
     ) -> None:
         """Send ``sends[r]`` to rank r and fill ``recvs[r]`` from it; my own rank is left alone."""
-        if self.topology.num_ranks == 1:
-            return
         operations: list[Operation] = []
         landed: list[tuple[Tensor, Tensor]] = []
         for step in range(1, self.topology.num_ranks):
@@ -109,65 +248,29 @@ class Exchange:
             target = (self.topology.rank + step) % self.topology.num_ranks
             for tensor in recvs[source]:
                 if tensor.numel():
-                    buffer = torch.empty_like(tensor, device="cpu") if self.staged else tensor
-                    landed.append((tensor, buffer))
+                    buffer = tensor
+                    if tensor.device.type != "cpu":
+                        buffer = torch.empty_like(tensor, device="cpu")
+                        landed.append((tensor, buffer))
                     operations.append((dist.irecv, buffer, source))
             for tensor in sends[target]:
                 if tensor.numel():
-                    buffer = tensor.cpu() if self.staged else tensor
-                    operations.append((dist.isend, buffer, target))
+                    operations.append((dist.isend, tensor.cpu(), target))
         if not operations:
             return
-        batched = dist.get_backend(self.group) == "nccl"
         self._tensors = [tensor for _, tensor, _ in operations]
         self.open(phase, call)
-        (self._start_batch if batched else self._start_each)(operations)
-        # over NCCL, wait() orders the stream and NCCL's watchdog keeps the deadline
-        deadline = () if batched else (self._deadline(),)
-        for peer, request in self._requests:
-            with self._blaming(peer, f"nothing came{self._in_time()} or the connection closed"):
-                request.wait(*deadline)
-        self._requests, self._tensors = [], []
-        if self.staged:
-            for tensor, buffer in landed:
-                tensor.copy_(buffer)
-
-    def _start_each(self, operations: list[Operation]) -> None:
         for start, tensor, peer in operations:
             target = dist.get_global_rank(self.group, peer)
-            with self._blaming(peer, "the connection is closed"):
+            with self.blaming(peer, "the connection is closed"):
                 request = start(tensor, target, group=self.group, tag=self.tag)
             self._requests.append((peer, request))
-
-    def _start_batch(self, operations: list[Operation]) -> None:
-        batch = [
-            dist.P2POp(start, tensor, dist.get_global_rank(self.group, peer), self.group)
-            for start, tensor, peer in operations
-        ]
-        first = operations[0][2]  # NCCL does not say which one failed
-        with self._blaming(first, "the messages with this or another peer could not be started"):
-            self._requests = [(first, request) for request in dist.batch_isend_irecv(batch)]
-
-    @contextmanager
-    def _blaming(self, peer: int, what: str) -> Iterator[None]:
-        """A message of this peer fails in here: a PeerError that names it, and is kept."""
-        try:
-            yield
-        except torch.OutOfMemoryError:  # a RuntimeError, and no peer's doing
-            raise
-        except RuntimeError as error:
-            phase, call = self._half_way
-            self.failure = PeerError(
-                rank=self.topology.rank,
-                peer=peer,
-                phase=phase,
-                call=call,
-                reason=f"{what} ({(str(error) or type(error).__name__).splitlines()[0]})",
-            )
-            raise self.failure from error
+        for peer, request in self._requests:
+            with self.blaming(peer, f"nothing came{self.in_time()} or the connection closed"):
+                request.wait(self._deadline())
+        self._requests, self._tensors = [], []
+        for tensor, buffer in landed:
+            tensor.copy_(buffer)
 
     def _deadline(self) -> timedelta:
         return timedelta(seconds=min(max(self.timeout_s, SHORTEST_S), LONGEST_S))
-
-    def _in_time(self) -> str:
-        return "" if self.timeout_s >= LONGEST_S else f" within {self.timeout_s:g} s"

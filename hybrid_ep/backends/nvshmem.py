@@ -29,7 +29,7 @@ from hybrid_ep.backends.nvshmem_library import load_host_library
 from hybrid_ep.fabric import nccl_files, network_environment, read_ports
 from hybrid_ep.layout.network_window import network_window
 from hybrid_ep.limits import round_up
-from hybrid_ep.topology import Topology
+from hybrid_ep.topology import Topology, gpu_uuid
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
@@ -312,11 +312,6 @@ def _refuse_uneven_sharing(buffer: Buffer) -> None:
         "NVSHMEM needs the same number of ranks on each GPU in use, got "
         f"{' and '.join(shares)}; start one rank per GPU, or equally many on each"
     )
-
-
-def gpu_uuid(device: torch.device) -> str:
-    """Names a GPU, whatever index a process has it under."""
-    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _world_ranks(buffer: Buffer) -> list[int]:

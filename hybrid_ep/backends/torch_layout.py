@@ -1,102 +1,267 @@
-"""The torch backend's layout of a dispatch, and how a token's slots become places and copies."""
+"""The torch backend's layout of a dispatch, and how a token's slots become places, copies and rows.
+
+A place is a slot that names its expert first: the experts of a token are those at its places. Rows
+ascend with the experts and copies with the ranks, so sums add in ascending order of these numbers.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from hybrid_ep.backends.tensors import trues_first
 
+
+@dataclass
 class Layout:
-    """Names for the parts of a torch layout, which are views of one int32 tensor.
+    """Who sends what into which row.
 
     Attributes:
-        num_copies: copies that this rank receives; num_rows: rows they need, padding included.
         made_by: the Buffer and the call of it that made this layout: numbers, equal on all ranks.
-        send_counts, recv_counts: lists, copies per peer.
+        num_tokens: T.
+        num_rows: rows that the copies need, padding included.
+        num_filled: rows that hold a token: neither padding nor dropped.
+        num_repeats: slots of my tokens that name an expert again.
+        send_counts, recv_counts: copies per peer.
+        row_terms: for each j below K, how many received copies have more than j rows; None where
+            rows were dropped.
+        named: ``[T, K]``, the expert that each slot of my tokens names, ``num_experts`` for none.
         send_tokens: ``[copies sent]``, token of each copy, ordered by (peer, token).
-        home_copies: ``[T, min(K, R)]``, the token's copies in rank order, -1 where it has fewer.
-        positions: ``[T, K]``, slot -> place of its expert among the token's distinct experts in
-            ascending order; -1 for a slot without expert.
-        copy_rows: ``[num_copies, K]``, row for each such place, -1 where the expert is not mine or
-            the row was dropped.
-        sources: ``[num_copies]``, ``source rank * max_tokens + source token`` of each copy.
+        sources: ``[copies received]``, ``source rank * max_tokens + source token`` of each copy;
+            None where no rank sees the tokens of all.
+        copy_rows: ``[copies received, K]``, row of each place, -1 where the slot is no place, the
+            expert is not mine or the row was dropped; None before rows are assigned.
     """
 
-    HEADER = 6
-
-    def __init__(self, storage: Tensor, num_ranks: int, max_tokens: int, topk: int) -> None:
-        header = storage[: self.HEADER + 2 * num_ranks].tolist()
-        self.num_tokens, self.num_copies, self.num_rows, num_sent = header[:4]
-        self.made_by = header[4], header[5]
-        self.send_counts = header[self.HEADER : self.HEADER + num_ranks]
-        self.recv_counts = header[self.HEADER + num_ranks :]
-        fanout = min(topk, num_ranks)
-        shapes = {
-            "send_tokens": (max_tokens * fanout, (num_sent,)),
-            "home_copies": (max_tokens * fanout, (self.num_tokens, fanout)),
-            "positions": (max_tokens * topk, (self.num_tokens, topk)),
-            "copy_rows": (num_ranks * max_tokens * topk, (self.num_copies, topk)),
-            "sources": (num_ranks * max_tokens, (self.num_copies,)),
-        }
-        begin = self.HEADER + 2 * num_ranks
-        for name, (capacity, shape) in shapes.items():
-            size = 1
-            for length in shape:
-                size *= length
-            setattr(self, name, storage[begin : begin + size].view(shape))
-            begin += capacity
+    made_by: tuple[int, int]
+    num_tokens: int
+    num_rows: int
+    num_filled: int
+    num_repeats: int
+    send_counts: list[int]
+    recv_counts: list[int]
+    row_terms: list[int] | None
+    named: Tensor
+    send_tokens: Tensor
+    sources: Tensor | None = None
+    copy_rows: Tensor | None = None
 
     @staticmethod
     def size(num_ranks: int, max_tokens: int, topk: int) -> int:
         """Int32 words of the storage: the worst case, so that shapes never depend on routing."""
-        fanout = min(topk, num_ranks)
-        per_token = 2 * fanout + topk + num_ranks * (topk + 1)
-        return Layout.HEADER + 2 * num_ranks + max_tokens * per_token
+        return sum(_capacities(num_ranks, max_tokens, topk))
+
+    @classmethod
+    def read(cls, storage: Tensor, num_ranks: int, max_tokens: int, topk: int) -> Layout:
+        """What ``write`` wrote, as views of it; the host waits for it."""
+        head, *parts = storage.split(_capacities(num_ranks, max_tokens, topk))
+        words = iter(head.tolist())
+        numbers = list(islice(words, _NUMBERS))
+        sent, received, terms = (
+            list(islice(words, length)) for length in (num_ranks, num_ranks, topk)
+        )
+        tokens, copies = numbers[2], sum(received)
+        shapes = ((tokens, topk), (sum(sent),), (copies,), (copies, topk))
+        tensors = (
+            part[: torch.Size(shape).numel()].view(shape)
+            for part, shape in zip(parts, shapes, strict=True)
+        )
+        row_terms = None if terms[0] == _UNKNOWN else terms
+        return cls((numbers[0], numbers[1]), *numbers[2:], sent, received, row_terms, *tensors)
+
+    def write(self, num_ranks: int, max_tokens: int, topk: int) -> Tensor:
+        """The layout as one int32 tensor; the host waits for nothing."""
+        device = self.named.device
+        capacities = _capacities(num_ranks, max_tokens, topk)
+        storage = torch.zeros(sum(capacities), dtype=torch.int32, device=device)
+        head, *parts = storage.split(capacities)
+        numbers = [*self.made_by, self.num_tokens, self.num_rows, self.num_filled]
+        numbers += [self.num_repeats, *self.send_counts, *self.recv_counts]
+        numbers += [_UNKNOWN] * topk if self.row_terms is None else self.row_terms
+        head.copy_(torch.tensor(numbers, dtype=torch.int32, device="cpu"), non_blocking=True)
+        tensors = (self.named, self.send_tokens, self.sources, self.copy_rows)
+        for part, tensor in zip(parts, tensors, strict=True):
+            if tensor is not None:
+                part[: tensor.numel()].view(tensor.shape).copy_(tensor)
+        return storage
+
+    def all_slots(self) -> tuple[Tensor, Tensor]:
+        """All slots of the copies, ``copy * K + place``, and the row of each, -1 for none."""
+        rows = self.copy_rows.flatten()
+        return torch.arange(rows.numel(), dtype=torch.int64, device=rows.device), rows
 
 
-def distinct_experts(topk_idx: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token's distinct experts in ascending order, then -1; and slot -> place among them."""
-    topk, big = topk_idx.shape[1], torch.iinfo(torch.int32).max
-    ordered, slot = torch.where(topk_idx < 0, big, topk_idx.int()).sort(dim=1, stable=True)
-    valid = ordered != big
-    new = valid.clone()
-    new[:, 1:] &= ordered[:, 1:] != ordered[:, :-1]
-    place = torch.where(valid, new.cumsum(1) - 1, -1)
-    positions = torch.empty_like(place).scatter_(1, slot, place)
-    # slots without expert write to a column of their own, which is cut off
-    experts = torch.full((topk_idx.shape[0], topk + 1), -1, dtype=torch.int32, device=place.device)
-    experts.scatter_(1, torch.where(valid, place, topk), ordered)
-    return experts[:, :topk].contiguous(), positions
+_NUMBERS = 6  # at the beginning of a layout
+_UNKNOWN = -1
 
 
-def ranks_of_tokens(experts: Tensor, num_local_experts: int, num_ranks: int) -> Tensor:
-    """Bool ``[T, R]``: does token t have an expert on rank r?"""
-    shape = (experts.shape[0], num_ranks + 1)  # the last column stands for "no expert"
-    rank = torch.where(experts >= 0, experts // num_local_experts, num_ranks)
-    present = torch.zeros(shape, dtype=torch.bool, device=experts.device)
-    return present.scatter_(1, rank.long(), True)[:, :num_ranks]
+def _capacities(num_ranks: int, max_tokens: int, topk: int) -> list[int]:
+    """Words of the numbers, and of the four tensors behind them."""
+    copies = num_ranks * max_tokens
+    head = _NUMBERS + 2 * num_ranks + topk
+    return [head, max_tokens * topk, max_tokens * min(topk, num_ranks), copies, copies * topk]
 
 
-def list_home_copies(present: Tensor, peer: Tensor, token: Tensor, fanout: int) -> Tensor:
-    """``[T, fanout]``: which copies a token has, in rank order; -1 where there are fewer."""
-    slot = present.long().cumsum(1) - 1
-    home = torch.full((present.shape[0], fanout), -1, dtype=torch.long, device=present.device)
-    number = torch.arange(token.numel(), dtype=torch.long, device=present.device)
-    home[token, slot[token, peer]] = number
-    return home
+@dataclass(frozen=True)
+class Groups:
+    """The groups of rows of the local experts.
+
+    Attributes:
+        copies: copies that each expert gets.
+        counts: rows of each expert that hold a token.
+        offsets: first row of each group, and the end of the last one; within the bound.
+        required: rows that nothing dropped would need.
+        starts: first row of each group as if there were no bound.
+    """
+
+    copies: list[int]
+    counts: list[int]
+    offsets: list[int]
+    required: int
+    starts: list[int]
+
+    @property
+    def drops(self) -> bool:
+        """Whether some copies get no row of an expert."""
+        return self.counts != self.copies
+
+    @classmethod
+    def of(cls, copies: list[int], max_rows: int | None, align: int) -> Groups:
+        """Groups of multiples of ``align`` rows.
+
+        Rows from ``max_rows`` on are dropped, so the last experts lose theirs first.
+        """
+        offsets = [0, *accumulate(-(-n // align) * align for n in copies)]
+        *starts, required = offsets
+        counts = copies
+        if max_rows is not None and required > max_rows:
+            kept = [max(0, max_rows - start) for start in starts]
+            counts = [min(pair) for pair in zip(copies, kept, strict=True)]
+            offsets = [min(offset, max_rows) for offset in offsets]
+        return cls(copies, counts, offsets, required, starts)
 
 
-def sum_slots(weights: Tensor, positions: Tensor) -> Tensor:
+def name_experts(topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Int64 ``[T, K]``: the expert that each slot names, ``num_experts`` for none."""
+    return torch.where(topk_idx < 0, num_experts, topk_idx.long())
+
+
+def find_places(named: Tensor) -> Tensor:
+    """Slot -> place. The slots without expert have one in common, at which there is no expert."""
+    same = named.unsqueeze(2) == named.unsqueeze(1)  # [T, slot, slot]
+    return same.view(torch.uint8).argmax(dim=2)  # the first of those that are equal
+
+
+def experts_at_places(named: Tensor, num_experts: int) -> Tensor:
+    """Each token's experts at its places, ``num_experts`` elsewhere."""
+    return torch.where(find_places(named) == _count_up(named), named, num_experts)
+
+
+class Counts(NamedTuple):
+    """What a rank counts for a peer.
+
+    Attributes:
+        num_named: slots of all its tokens that name an expert.
+        of_terms: for each j below K, copies for more than j experts of the peer.
+        of_experts: copies for each expert of the peer.
+    """
+
+    num_named: int
+    of_terms: list[int]
+    of_experts: list[int]
+
+    @classmethod
+    def of(cls, words: list[int], topk: int) -> Counts:
+        """From a row of ``count_for_peers``."""
+        return cls(words[0], words[1 : 1 + topk], words[1 + topk :])
+
+    @property
+    def copies(self) -> int:
+        """Copies for the peer."""
+        return self.of_terms[0]
+
+
+def experts_of_ranks(experts: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+    """``[T, R]``: how many experts token t has on rank r; it goes there if there are any."""
+    shape = (experts.shape[0], num_ranks + 1)  # the last column takes what has no expert
+    found = torch.zeros(shape, dtype=torch.int64, device=experts.device)
+    ones = torch.ones_like(experts)
+    return found.scatter_add_(1, experts // (num_experts // num_ranks), ones)[:, :num_ranks]
+
+
+def count_for_peers(named: Tensor, experts: Tensor, of_ranks: Tensor, num_experts: int) -> Tensor:
+    """Int64 ``[R, 1 + K + E / R]``, the words of the ``Counts`` for each peer."""
+    num_ranks, flat = of_ranks.shape[1], experts.flatten()
+    of_experts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
+    of_experts.scatter_add_(0, flat, torch.ones_like(flat))
+    of_terms = (of_ranks.unsqueeze(2) > _count_up(experts)).sum(dim=0)
+    num_named = (named < num_experts).sum().expand(num_ranks, 1)
+    return torch.cat([num_named, of_terms, of_experts[:-1].view(num_ranks, -1)], dim=1)
+
+
+def _count_up(table: Tensor) -> Tensor:
+    """The numbers of the columns."""
+    return torch.arange(table.shape[1], dtype=torch.int64, device=table.device)
+
+
+def slots_of_rows(
+    slots: Tensor, rows: Tensor | None, num_rows: int, num_filled: int
+) -> tuple[Tensor, Tensor | None]:
+    """The slot of each row, ``[num_rows]``, 0 where the row is empty; and which rows are.
+
+    Args:
+        slots: int64 ``[N]``.
+        rows: ``[N]``, the row of each slot, -1 for none; None for ascending rows.
+        num_rows: M.
+        num_filled: how many of them have a slot.
+    """
+    num_empty = num_rows - num_filled
+    if rows is None:
+        if num_empty == 0:
+            return slots, None
+        rows = torch.arange(slots.numel(), dtype=torch.int64, device=slots.device)
+    of_row = torch.full((num_rows + 1,), -1, dtype=torch.int64, device=slots.device)
+    # the last element takes the slots without row
+    of_row.scatter_(0, torch.where(rows < 0, num_rows, rows).long(), slots)
+    of_row = of_row[:num_rows]
+    if num_empty == 0:
+        return of_row, None
+    return of_row.clamp(min=0), trues_first(of_row < 0)[:num_empty]
+
+
+def list_home_copies(of_ranks: Tensor, topk: int) -> Tensor:
+    """``[T, min(K, R)]``: which copies a token has, in rank order; -1 where there are fewer."""
+    present = of_ranks > 0
+    tokens, ranks = present.shape
+    fanout = min(topk, ranks)
+    number = present.t().flatten().cumsum(0).view(ranks, tokens).t() - 1  # by (rank, token)
+    place = torch.where(present, present.cumsum(1) - 1, fanout)
+    shape = (tokens, fanout + 1)  # the last column takes those of absent ranks
+    home = torch.full(shape, -1, dtype=torch.int64, device=present.device)
+    return home.scatter_(1, place, number)[:, :fanout]
+
+
+def count_terms(index: Tensor) -> Tensor:
+    """For each j below the width of ``index``, how many of its rows have more than j terms."""
+    return ((index >= 0).sum(dim=1, keepdim=True) > _count_up(index)).sum(dim=0)
+
+
+def sum_slots(weights: Tensor, layout: Layout) -> Tensor:
     """Weights by slot -> by place; slots with the same expert add, in slot order."""
+    if layout.num_repeats == 0:
+        return weights + 0.0  # sums begin with zero
+    positions = find_places(layout.named)
     by_place = torch.zeros_like(weights)
     for slot in range(weights.shape[1]):
-        place = positions[:, slot : slot + 1].long()
-        weight = torch.where(place >= 0, weights[:, slot : slot + 1], 0.0)
-        by_place.scatter_add_(1, place.clamp(min=0), weight)
+        here = slice(slot, slot + 1)
+        by_place.scatter_add_(1, positions[:, here], weights[:, here])
     return by_place
 
 
-def gather_slots(by_place: Tensor, positions: Tensor) -> Tensor:
+def gather_slots(by_place: Tensor, layout: Layout) -> Tensor:
     """By place -> by slot; slots with the same expert get the same value."""
-    places = positions.long()
-    return torch.where(places >= 0, by_place.gather(1, places.clamp(min=0)), 0.0)
+    return by_place.gather(1, find_places(layout.named)) if layout.num_repeats else by_place

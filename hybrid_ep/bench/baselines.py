@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.backends.host_memory import as_words
+from hybrid_ep.backends.tensors import as_words
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts, Inputs
 from hybrid_ep.bench.options import Shape

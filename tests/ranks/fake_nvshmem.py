@@ -102,6 +102,7 @@ def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[N
             (nvshmem, "_nvshmem", fake),
             (nvshmem, "_heap", nvshmem.Heap()),
             (nvshmem, "gpu_uuid", lambda device: gpu),
+            (hybrid_ep.buffer, "gpu_uuid", lambda device: gpu),
             (kernels, "num_sms", lambda device: 132),
             (hybrid_ep.buffer, "host_name", lambda: host),
             (hybrid_ep.round_trip, "verify_once", lambda buffer, hosts: None),  # no kernels here

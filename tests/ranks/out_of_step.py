@@ -289,25 +289,6 @@ def stop_in_step(
     return {"error": type(error).__name__, "before": before, "after": after}
 
 
-@contextlib.contextmanager
-def nccl_that_fails() -> Iterator[None]:
-    """The group says that it is NCCL's, whose batches fail."""
-    with (
-        mock.patch.object(dist, "get_backend", lambda group: "nccl"),
-        raising(dist, "batch_isend_irecv", 1, lambda: RuntimeError("NCCL Error 6\n and a trace")),
-    ):
-        yield
-
-
-def fail_in_a_batch(me: Rank) -> dict[str, Any]:
-    call = mistakes.Call(me)
-    with nccl_that_fails():
-        first = raised(call.combine)
-    later = [raised(call.combine), raised(call.dispatch), raised(call.buffer.check)]
-    call.buffer.destroy()
-    return {"first": first, "later": [error is first for error in later]}
-
-
 # ---- no shared memory
 
 

@@ -89,9 +89,12 @@ def wrong_sum() -> Iterator[None]:
 def sum_backwards() -> Iterator[None]:
     honest = torch_backend.sum_in_order
 
-    def backwards(rows: Tensor, index: Tensor, weights: Tensor | None = None) -> Tensor:
-        weights = None if weights is None else weights.flip(1)
-        return honest(rows, index.flip(1), weights)
+    def backwards(
+        rows: Tensor, index: Tensor, num_terms: list[int], weights: Tensor | None = None
+    ) -> Tensor:
+        weights = None if weights is None else weights.flip(0)
+        index = torch.where(index < 0, -1, len(rows) - 1 - index)
+        return honest(rows.flip(0), index, num_terms, weights)
 
     with mock.patch.object(torch_backend, "sum_in_order", backwards):
         yield
@@ -99,13 +102,13 @@ def sum_backwards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_one_row_more() -> Iterator[None]:
-    honest = TorchBackend._route
+    honest = TorchBackend._made
 
-    def route(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
-        made = honest(self, *args, **kwargs)
-        return made._replace(required_rows=made.required_rows + 1)
+    def made(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
+        route = honest(self, *args, **kwargs)
+        return route._replace(required_rows=route.required_rows + 1)
 
-    with mock.patch.object(TorchBackend, "_route", route):
+    with mock.patch.object(TorchBackend, "_made", made):
         yield
 
 

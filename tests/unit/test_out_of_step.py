@@ -9,7 +9,7 @@ import pytest
 
 from hybrid_ep import PeerError
 from hybrid_ep.backends import host_memory
-from hybrid_ep.backends.messages import Exchange, tag_of
+from hybrid_ep.backends.messages import Messages, tag_of
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.topology import Topology
 from tests import faults
@@ -48,20 +48,12 @@ def test_peer_dead_before_the_call_is_a_peer_error(fresh_world, phase, num_ranks
     assert outcomes[-1].exit_code == -9
 
 
-def test_a_batch_that_fails_is_a_peer_error(world):
-    for seen in world(2).run(out_of_step.fail_in_a_batch):
-        assert isinstance(seen["first"], PeerError)
-        assert seen["first"].phase == "combine"
-        assert str(seen["first"]).endswith("could not be started (NCCL Error 6)")
-        assert seen["later"] == [True] * 3
-
-
 # ---- a call that stops: where a rank raises, and at which call of that function
 
 MODULE = "hybrid_ep.backends.torch"
 BACKEND = "hybrid_ep.backends.torch:TorchBackend"
 MEMORY = "hybrid_ep.backends.host_memory"
-MESSAGES = "hybrid_ep.backends.messages:Exchange"
+MESSAGES = "hybrid_ep.backends.messages:Messages"
 
 STOPPED = {
     "between_route_and_dispatch": (
@@ -72,13 +64,13 @@ STOPPED = {
     ),
     "route_by_messages": (
         mistakes.route,
-        (BACKEND, "_exchange_rows", 1),
+        (MESSAGES, "gather", 1),
         "MemoryError",
         False,
     ),
     "dispatch_by_messages": (
         mistakes.dispatch,
-        (BACKEND, "_exchange_rows", 1),
+        (MESSAGES, "send", 1),
         "RuntimeError",
         False,
     ),
@@ -100,7 +92,7 @@ STOPPED = {
         "KeyboardInterrupt",
         True,
     ),
-    "published_and_not_told": (mistakes.dispatch, (BACKEND, "_compare", 1), "MemoryError", True),
+    "published_and_not_told": (mistakes.dispatch, (BACKEND, "_tell", 1), "MemoryError", True),
     "making_shared_memory": (
         mistakes.dispatch_of_wider_rows,
         (MEMORY, "_make_memory", 1),
@@ -125,7 +117,7 @@ def test_a_call_that_stops_between_messages_is_the_last(fresh_world, verb, place
 
 IN_STEP = {
     "dispatch_before_its_messages": ("nothing", (MODULE, "as_words", 1), True),
-    "agreement_before_its_messages": ("nothing", (BACKEND, "_compare", 1), False),
+    "agreement_before_its_messages": ("nothing", (BACKEND, "_tell", 1), False),
     "sizes_before_its_messages": ("nothing", ("torch", "tensor", 1), False),
     "route_after_its_messages": ("route", (BACKEND, "_assign_rows", 1), True),
     "dispatch_after_its_messages": ("dispatch", ("torch", "index_select", 2), False),
@@ -251,6 +243,6 @@ def test_the_shortest_deadline_is_not_that_of_the_group(fresh_world):
 
 
 def test_without_a_deadline_the_error_names_none():
-    exchange = Exchange(None, Topology(0, 2, 2), math.inf, False, tag_of(0))
-    assert exchange._in_time() == ""
+    exchange = Messages(None, Topology(0, 2, 2), math.inf, tag_of(0))
+    assert exchange.in_time() == ""
     assert exchange._deadline().days == 3650
