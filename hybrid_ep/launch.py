@@ -99,11 +99,12 @@ def run_ranks(
     *args: Any,
     device: str = "auto",
     timeout_s: float = GROUP_TIMEOUT_S,
+    group: str | None = "gloo",
 ) -> list[Any]:
     """Call ``function(device, *args)`` on ``num_ranks`` fresh processes with a default group.
 
-    The group is gloo: it sets the ranks up on any machine, also several on one GPU, and the nvlink
-    backend needs no more.
+    The group is gloo's unless another is named: gloo sets the ranks up on any machine, also several
+    on one GPU, and the nvlink backend needs no more. The torch backend on GPUs is slow over it.
 
     Args:
         function: importable (it travels by pickle); what it returns must pickle too.
@@ -111,6 +112,7 @@ def run_ranks(
         args: passed on.
         device: ``"auto"`` or ``"cpu"``.
         timeout_s: of the group's collectives; longer than the deadline of any Buffer.
+        group: its backend, as ``init_process_group`` takes it; None names none.
 
     Returns:
         list: what the ranks returned, in rank order.
@@ -124,7 +126,7 @@ def run_ranks(
     workers = [
         context.Process(
             target=_rank_main,
-            args=(results, function, rank, num_ranks, port, device, timeout_s, args),
+            args=(results, function, rank, num_ranks, port, device, timeout_s, group, args),
             daemon=True,
         )
         for rank in range(num_ranks)
@@ -175,7 +177,11 @@ def ranks_here(asked: int | None) -> int:
 
 
 def on_ranks(
-    function: Callable[..., Any], num_ranks: int | None, *args: Any, device: str = "auto"
+    function: Callable[..., Any],
+    num_ranks: int | None,
+    *args: Any,
+    device: str = "auto",
+    group: str | None = "gloo",
 ) -> Ran:
     """Call ``function(device, *args)`` on torchrun's ranks if this is one, else on fresh ones.
 
@@ -184,6 +190,7 @@ def on_ranks(
         num_ranks: as ``ranks_here`` takes it.
         args: passed on.
         device: ``"auto"`` or ``"cpu"``.
+        group: as of ``run_ranks``.
 
     Returns:
         Ran: what the ranks returned.
@@ -194,11 +201,11 @@ def on_ranks(
     """
     started = ranks_here(num_ranks)
     if not _under_torchrun():
-        return Ran(run_ranks(function, started, *args, device=device))
+        return Ran(run_ranks(function, started, *args, device=device, group=group))
     mine = rank_device(int(os.environ.get("LOCAL_RANK", os.environ["RANK"])), device)
     if mine.type == "cuda":
         torch.cuda.set_device(mine)
-    dist.init_process_group("gloo")
+    dist.init_process_group(group)
     try:
         rank = dist.get_rank()
         try:
@@ -266,6 +273,7 @@ def _rank_main(
     port: int,
     device: str,
     timeout_s: float,
+    group: str | None,
     args: tuple[Any, ...],
 ) -> None:
     try:
@@ -275,7 +283,7 @@ def _rank_main(
         if mine.type == "cuda":
             torch.cuda.set_device(mine)
         dist.init_process_group(
-            "gloo",
+            group,
             init_method=f"tcp://127.0.0.1:{port}",
             rank=rank,
             world_size=num_ranks,

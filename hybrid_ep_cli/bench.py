@@ -6,6 +6,7 @@ GB/s counts what leaves a rank: a token once per other rank that has one of its 
 
     hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
     hybrid-ep bench --sweep tokens
+    hybrid-ep bench --backend torch --group cpu:gloo,cuda:nccl    the torch backend over NCCL
 
 The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
@@ -31,6 +32,7 @@ from hybrid_ep_cli.options import DTYPES, add_device, add_ranks
 
 HELP = "time dispatch and combine on this machine"
 
+GROUPS, UNNAMED = ("gloo", "nccl", "cpu:gloo,cuda:nccl"), "unnamed"
 SWEEPS = ("tokens",)
 SIZINGS = ("exact", "max_rows")
 SIZES = {
@@ -52,6 +54,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser)
     parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
     add_device(parser)
+    parser.add_argument(
+        "--group",
+        choices=(*GROUPS, UNNAMED),
+        default=GROUPS[0],
+        help="what init_process_group gets, which carries the torch backend's rows (default "
+        f"{GROUPS[0]}); {UNNAMED}: nothing",
+    )
     for name, default in SIZES.items():
         parser.add_argument(
             f"--{name}", type=int, nargs="+", metavar="N", help=f"default {default}"

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybrid_ep.backends.carrier import serving_backend
 from hybrid_ep.backends.tensors import as_words
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts, Inputs
@@ -57,7 +58,8 @@ def plain_calls(
 ) -> Iterator[Call]:
     """Dispatch and combine in plain torch."""
     plain = PlainTorch(shape.experts, group)
-    call = functools.partial(Call, dist.get_backend(group), mode="fresh", host_waits=True)
+    carrier = serving_backend(group, inputs[0].x.device)
+    call = functools.partial(Call, carrier, mode="fresh", host_waits=True)
     yield call(
         "dispatch",
         begin=lambda i: functools.partial(plain.dispatch, inputs[i]),

@@ -18,6 +18,7 @@ from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
 from hybrid_ep.output.files import check_matplotlib, make_room
 
+_UNNAMED = "unnamed"  # of --group
 _DEFAULTS: dict[str, Any] = {
     "tokens": (4096,),
     "hidden": (1024,),
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
     make_room("--json", args.json)
     make_room("--plot", args.plot)
     check_matplotlib(args.plot)
-    ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device)
+    group = None if args.group == _UNNAMED else args.group
+    ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device, group=group)
     measured = ran.values[0]
     if not measured["records"]:
         if ran.speaks:

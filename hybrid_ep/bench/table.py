@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from hybrid_ep import tables
 from hybrid_ep.bench.fits import fits
+from hybrid_ep.output import tables
 
 TEXTS = ("op", "backend", "mode", "sizing")
 SIZES = ("ranks", "T", "H", "E", "K", "dtype", "SMs")

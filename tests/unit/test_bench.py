@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import bench
+from hybrid_ep.backends.carrier import serving_backend
 from hybrid_ep.backends.trace import Event, PhaseTimes
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
@@ -25,6 +26,7 @@ from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
 from hybrid_ep.bench.table import print_table
+from hybrid_ep.launch import Ran, run_ranks
 from hybrid_ep_cli.main import main, make_parser
 from tests.launch import Pool, Rank
 
@@ -471,3 +473,31 @@ def test_what_gpus_are_asked_without_sizes() -> None:
     assert [shape.experts for shape in wide.shapes()] == [16, 256]
     assert [shape.dtype for shape in narrow.shapes()] == ["fp8"]
     assert wide.iters == narrow.iters == 7
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [("", "gloo"), ("--group nccl", "nccl"), ("--group unnamed", None)],
+    ids=["default", "nccl", "unnamed"],
+)
+def test_the_group_is_the_one_asked_for(
+    monkeypatch: pytest.MonkeyPatch, asked: str, named: str | None
+) -> None:
+    got = []
+
+    def start(*args: Any, group: str | None, **others: Any) -> Ran:
+        got.append(group)
+        return Ran([{"records": [], "skipped": ["nothing"]}])
+
+    monkeypatch.setattr("hybrid_ep.bench.command.on_ranks", start)
+    assert main(["bench", *asked.split()]) == 1
+    assert got == [named]
+
+
+def backend_of_the_group(device: torch.device) -> str:
+    return serving_backend(dist.group.WORLD, device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="with a GPU nothing named is NCCL")
+def test_ranks_of_a_group_without_a_name_have_gloo_on_the_cpu() -> None:
+    assert run_ranks(backend_of_the_group, 2, device="cpu", group=None) == ["gloo", "gloo"]
