@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from hybrid_ep import round_trip, rules
 from hybrid_ep.backends import Backend
+from hybrid_ep.backends.endings import refuse_in_capture
 from hybrid_ep.backends.torch import TorchBackend
 from hybrid_ep.backends.trace import chrome_trace
 from hybrid_ep.config import Config
@@ -119,6 +120,7 @@ class Buffer:
             _check_arguments(num_experts, topk, num_ranks, dtype, backend)
             self.config = _read_config(config)
             self.device = self._ranks.device = _find_device(device)
+            refuse_in_capture("made")
             self.dtype = dtype
             self.num_local_experts = num_experts // num_ranks
             self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
@@ -219,6 +221,7 @@ class Buffer:
                 "the torch backend has no kernels to trace, only nvlink and nvshmem have"
             )
         with self._ranks.together():  # afterwards the file exists for every rank
+            refuse_in_capture("asked for a trace")
             events = self.gather(self.verbs.take_trace())
             if self.topology.rank == 0:
                 Path(path).write_text(json.dumps(chrome_trace(events)))
@@ -236,6 +239,7 @@ class Buffer:
                 all of them: destroy it).
         """
         with self._ranks.together():  # afterwards no rank holds any memory
+            refuse_in_capture("released")
             self._refuse_if_destroyed()
             if self._state == _RELEASED:
                 return
@@ -257,6 +261,7 @@ class Buffer:
                 released on all ranks, and may be restored later.
         """
         with self._ranks.together():
+            refuse_in_capture("restored")
             self._refuse_if_destroyed()
             if self._state == _LIVE:
                 return
@@ -265,6 +270,10 @@ class Buffer:
 
     def destroy(self) -> None:
         """Give the memory back. Idempotent, waits for no peer, safe after a PeerError.
+
+        While a CUDA graph is captured nothing may wait for the GPU, so the memory is kept until a
+        Buffer is called, made or ended after the capture. The same holds for a Buffer that is
+        dropped.
 
         Peers that still read this rank's outbox are not harmed: the memory is kept aside until
         every peer has destroyed its Buffer as well.

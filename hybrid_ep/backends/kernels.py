@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, float32, int32
 
-from hybrid_ep.backends import Route
+from hybrid_ep.backends import Route, endings
 from hybrid_ep.backends.empty import Empty, empty_on, part
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.trace import Event
@@ -130,11 +130,13 @@ class KernelBackend:
 
     _alive: ClassVar[weakref.WeakSet[KernelBackend]] = weakref.WeakSet()  # of this process
     _runtime: Any = None
+    _end: weakref.finalize | None = None
     _broken: str | None = None  # why no call can be made any more, if it is this rank's doing
     layout_size: int
 
     def _remember(self, buffer: Buffer) -> None:
         """What the verbs need to know, whatever runtime is under them."""
+        endings.finish_kept()
         self._alive.add(self)
         self._rank = buffer.topology.rank
         self._num_nodes = buffer.topology.num_nodes
@@ -156,9 +158,14 @@ class KernelBackend:
             self.destroy()
             raise
 
+    def _ends_with(self, give_back: Callable[[], None]) -> None:
+        """What is done once, when the backend is destroyed or dropped; not at the program's end."""
+        self._end = weakref.finalize(self, endings.finish, give_back)
+        self._end.atexit = False
+
     def destroy(self) -> None:
-        if self._runtime is not None:
-            self._runtime.destroy()
+        if self._end is not None:
+            self._end()
 
     @property
     def last_call(self) -> int:
@@ -341,6 +348,7 @@ class KernelBackend:
         if self._broken is None and self._runtime.is_half_made:  # and nothing could end it
             self._give_up(RuntimeError("an interrupt between the parts of an exact dispatch"))
         self.check()
+        endings.finish_kept()
         stream = self._streams.current()
         if layout is not None and self._streams.are_several:
             # made on another stream, perhaps, whose work may get its memory when it is dropped

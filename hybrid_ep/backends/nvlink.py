@@ -57,6 +57,7 @@ class NvlinkBackend(kernels.KernelBackend):
             self._runtime = _nvlink.Runtime(
                 _nvlink.RuntimeConfig(**kernels.runtime_settings(buffer, num_sms))
             )
+            self._ends_with(self._runtime.destroy)
             mine = self._runtime.ipc_handle() if topology.num_ranks > 1 else b""
             failure = None
         except Exception as error:  # whatever it is, no rank may wait for this one
@@ -85,6 +86,7 @@ class NvlinkBackend(kernels.KernelBackend):
             buffer.gather(None)
             if self._runtime is not None:
                 self._runtime.free_now()
+                self._end.detach()
             raise
 
     def describe(self) -> str:

@@ -12,6 +12,7 @@ Buffers are for the same ranks.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import socket
@@ -199,22 +200,21 @@ class NvshmemBackend(kernels.KernelBackend):
 
     def __init__(self, buffer: Buffer) -> None:
         self._remember(buffer)
-        self._buffer = buffer
+        self._buffer = weakref.proxy(buffer)  # which owns the backend
         self._topology = buffer.topology
-        self._end = None
         num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
         sizes = runtime_config(buffer, num_sms)
         _heap.start(buffer, sizes.symmetric_bytes)
         failure = None
         try:
             self._runtime = _nvshmem.Runtime(sizes)
+            self._ends_with(self._runtime.destroy)
         except (RuntimeError, ValueError) as error:  # too large for it
             failure = str(error)
         self._raise_together(buffer.gather(failure))
         number, address = _heap.take(buffer, self._runtime.symmetric_bytes)
-        # also where the Buffer is dropped
-        self._end = weakref.finalize(self, _give_back, self._runtime, number, address)
-        self._end.atexit = False
+        self._end.detach()
+        self._ends_with(functools.partial(_give_back, self._runtime, number, address))
         try:
             self._runtime.attach(self._map_node(address), [])
         except RuntimeError as error:
@@ -242,12 +242,6 @@ class NvshmemBackend(kernels.KernelBackend):
             f"nvshmem: CUDA kernels, {megabytes:.1f} MB of NVSHMEM's symmetric heap, "
             f"NVSHMEM {_nvshmem.loaded_version()}"
         )
-
-    def destroy(self) -> None:
-        if self._end is not None:
-            self._end()
-        else:
-            super().destroy()
 
     def reclaim(self) -> None:
         _heap.trim(self._buffer)

@@ -42,6 +42,7 @@ from hybrid_ep.backends.agreement import (
 from hybrid_ep.backends.carrier import NOTHING, choose_carrier
 from hybrid_ep.backends.collectives import Collectives
 from hybrid_ep.backends.empty import part
+from hybrid_ep.backends.endings import is_capturing
 from hybrid_ep.backends.host_memory import HostOutbox, map_together
 from hybrid_ep.backends.messages import Messages, Told, tag_of
 from hybrid_ep.backends.sums import gather_or_zero, sum_in_order
@@ -522,7 +523,7 @@ class TorchBackend:
     def _one_call(self) -> Iterator[None]:
         """Around a call: no other thread's beside it, and none after it if it stops half way."""
         with self._turn:
-            if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            if self._device.type == "cuda" and is_capturing():
                 raise ValueError(
                     "the torch backend must not be called while a CUDA graph is captured: its host "
                     "waits for its peers. Use the nvlink or the nvshmem backend"

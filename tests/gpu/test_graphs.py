@@ -42,3 +42,10 @@ def test_replay_with_new_routing(world, case):
 def test_exact_size_cannot_be_captured(world):
     for text in world(1).run(graphs.capture_exact, CASE.on(1)):
         assert "max_rows" in text
+
+
+@pytest.mark.parametrize("way", ["dropped", "destroyed"])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_Buffer_that_ends_in_a_capture_leaves_it_whole(world, num_ranks, way):
+    for seen in world(num_ranks).run(graphs.end_a_buffer_in_a_capture, CASE.on(num_ranks), way):
+        assert seen == {"kept": 1, "kept after a call": 0}

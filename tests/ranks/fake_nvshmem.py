@@ -60,6 +60,7 @@ class Fake:
             destroy=lambda: self.note("destroy"),
             fault=lambda: self.faulted,
             num_routes=lambda: 0,
+            is_half_made=False,
         )
 
     SHARED_MEMORY = 227 << 10

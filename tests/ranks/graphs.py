@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 
 import hybrid_ep
+from hybrid_ep.backends import endings
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.launch import Rank
@@ -63,3 +64,33 @@ def capture_exact(me: Rank, case: Case) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def end_a_buffer_in_a_capture(me: Rank, case: Case, way: str) -> dict[str, int]:
+    """A second Buffer ends while the first one is captured; what is given back later, and when."""
+    buffer, other = (me.buffer(**case.sizes()) for _ in range(2))
+    inputs = case.inputs(me.rank)
+    x, topk_idx = inputs.x.to(me.device), inputs.topk_idx.to(me.device)
+    max_rows = me.num_ranks * buffer.max_tokens * buffer.topk
+
+    def step() -> torch.Tensor:
+        out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=max_rows)
+        return hybrid_ep.combine(buffer, out.rows, out.handle)
+
+    expected = step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+        if way == "destroyed":
+            other.destroy()
+        del other
+    seen = {"kept": len(endings._kept)}
+    graph.replay()
+    torch.cuda.synchronize()
+    same_bytes(captured, expected, "y of the replay")
+    step()
+    seen["kept after a call"] = len(endings._kept)
+    torch.cuda.synchronize()
+    buffer.destroy()
+    return seen
