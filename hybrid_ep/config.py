@@ -35,7 +35,8 @@ class Config:
 
     A phase runs on at most the named number of streaming multiprocessors (SMs), one CUDA block per
     SM, and on fewer where a rank's GPU has fewer. Routing is two short kernels with grids of their
-    own. The torch backend ignores them.
+    own. The nvshmem backend needs at least 2 for dispatch and 3 for combine, one for each role of
+    its blocks; a Buffer refuses fewer. The torch backend ignores them.
 
     Attributes:
         num_sms_publish: SMs that copy a rank's tokens into its outbox before an exact size is
@@ -46,8 +47,8 @@ class Config:
             graph holds a dispatch of the Buffer: the GPU is faster then, and the call costs the
             host more (docs/performance.md).
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
-        network_channels: SMs that send to the other nodes, of those of dispatch; each has a queue
-            pair to every rail peer.
+        network_channels: SMs that send to the other nodes, of those of dispatch, and so at most one
+            fewer than these; each has a queue pair to every rail peer.
         network_chunk_tokens: tokens that go over the network with one signal and one credit, at
             most 32.
         network_window_chunks: chunks of a channel that may be under way to a rail peer.

@@ -34,11 +34,15 @@ from hybrid_ep.topology import Topology, gpu_uuid
 
 if TYPE_CHECKING:
     from hybrid_ep.buffer import Buffer
+    from hybrid_ep.config import Config
 
 HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
 NOTICE_S = 20.0  # after which a rank that waits inside NVSHMEM says so
 MULTI_PORT = "NVSHMEM_IBGDA_ENABLE_MULTI_PORT"
 USES_MAPPED = True  # SMs write to rail peers whose memory is mapped; tests have NVSHMEM put all
+
+LEAST_SMS = {"num_sms_dispatch": 2, "num_sms_combine": 3}
+"""An SM per role: blocks send or pull tokens; they push or forward sums, or add them at home."""
 
 _log = logging.getLogger("hybrid_ep")
 _nvshmem = None
@@ -192,6 +196,7 @@ class NvshmemBackend(kernels.KernelBackend):
     """See the module; the methods are those of ``Backend``.
 
     Raises:
+        ValueError: the Config gives a kernel fewer SMs than ``LEAST_SMS``.
         RuntimeError: NVSHMEM did not start, or the memory of a rank could not be allocated or
             mapped; on all ranks.
     """
@@ -202,6 +207,7 @@ class NvshmemBackend(kernels.KernelBackend):
         self._remember(buffer)
         self._buffer = weakref.proxy(buffer)  # which owns the backend
         self._topology = buffer.topology
+        _refuse_too_few_sms(buffer.config)
         num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
         sizes = runtime_config(buffer, num_sms)
         _heap.start(buffer, sizes.symmetric_bytes)
@@ -282,6 +288,16 @@ def _notice(topology: Topology, what: str) -> Iterator[None]:
         yield
     finally:
         warning.cancel()
+
+
+def _refuse_too_few_sms(config: Config) -> None:
+    """A Config says at most how many SMs a kernel gets, so none is given more in silence."""
+    for name, least in LEAST_SMS.items():
+        if getattr(config, name) < least:
+            raise ValueError(
+                f"Config.{name} must be at least {least} with the nvshmem backend, one for each "
+                f"role of its blocks, got {getattr(config, name)}"
+            )
 
 
 def _refuse_uneven_sharing(buffer: Buffer) -> None:

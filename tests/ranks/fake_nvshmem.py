@@ -231,3 +231,13 @@ def share_the_heap(me: Rank) -> dict[str, Any]:
         fifth.destroy()
         sixth.destroy()
     return asked
+
+
+def build_with(me: Rank, settings: dict[str, int], backend: str) -> tuple[str, str, list[str]]:
+    """What building raises with these settings, and what was asked of the extension."""
+    fake = Fake()
+    sizes = {**CASE.on(me.num_ranks).sizes(), "ranks_per_node": None, "device": "cuda:0"}
+    config = hybrid_ep.Config(**settings, timeout_s=20)
+    with gpu_with(fake, host=f"host {me.rank}"):
+        kind, text = raised_by(lambda: me.buffer(**sizes, backend=backend, config=config).destroy())
+    return kind, text, fake.calls

@@ -459,3 +459,25 @@ def test_what_NVSHMEM_says_before_it_ends_the_process_reaches_stderr(hanging_sta
     told, said = process.communicate(timeout=60)
     assert (process.returncode, told) == (3, "")
     assert said == "the network is down\nand stays so\n"
+
+
+@pytest.mark.parametrize("backend", ["nvshmem", "auto"])
+@pytest.mark.parametrize("name, least", [("num_sms_dispatch", 2), ("num_sms_combine", 3)])
+def test_fewer_SMs_than_roles_are_refused_before_anything_starts(world, name, least, backend):
+    """Not raised in silence, and not a reason for auto to take the slow backend."""
+    for few in range(1, least):
+        told = world(2).run(fake_nvshmem.build_with, {name: few}, backend)
+        for rank, (kind, text, calls) in enumerate(told):
+            assert kind == "ValueError", rank
+            assert f"Config.{name} must be at least {least} with the nvshmem backend" in text
+            assert text.endswith(f"got {few}")
+            assert calls == []
+    for kind, _, calls in world(2).run(fake_nvshmem.build_with, {name: least}, backend):
+        assert kind == ""
+        assert "destroy" in calls
+
+
+def test_the_least_SMs_are_those_that_the_runtime_takes():
+    source = (Path(__file__).parents[2] / "csrc/nodes_runtime.cpp").read_text()
+    for name, least in nvshmem.LEAST_SMS.items():
+        assert f"config_.{name} = std::clamp(config.{name}, {least}, most);" in source
