@@ -71,8 +71,8 @@ class Case:
 
     @property
     def has_experts_enough(self) -> bool:
-        """For K distinct choices, where its routing makes such."""
-        return self.num_slots <= self.num_experts or self.routing == "duplicates"
+        """For K slots per token, which a Buffer wants."""
+        return self.num_slots <= self.num_experts
 
     @property
     def has_gradients(self) -> bool:

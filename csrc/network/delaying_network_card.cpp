@@ -11,6 +11,8 @@ namespace {
 
 using namespace std::chrono;
 
+constexpr size_t kMostAtOnce = 512;
+
 uint64_t now_us() {
     return duration_cast<microseconds>(steady_clock::now().time_since_epoch()).count();
 }
@@ -30,7 +32,7 @@ DelayingNetworkCard::DelayingNetworkCard(int device, int most_us, uint32_t seed)
     try {
         puts_ = mapped_host<PostedPut>(PutQueue::kCapacity);
         taken_ = mapped_host<uint64_t>(1);
-        signal_ = mapped_host<uint64_t>(1);
+        signals_ = mapped_host<uint64_t>(kMostAtOnce);
         check_cuda(cudaMalloc(&posted_, sizeof(uint64_t)), "queue of puts");
         check_cuda(cudaMemset(posted_, 0, sizeof(uint64_t)), "queue of puts");
         check_cuda(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "stream of puts");
@@ -50,7 +52,7 @@ DelayingNetworkCard::~DelayingNetworkCard() {
 void DelayingNetworkCard::free_memory() {
     if (stream_ != nullptr) cudaStreamDestroy(stream_);
     cudaFree(posted_);
-    cudaFreeHost(signal_);
+    cudaFreeHost(signals_);
     cudaFreeHost(taken_);
     cudaFreeHost(puts_);
 }
@@ -81,22 +83,26 @@ void DelayingNetworkCard::take_posted() {
     }
 }
 
-// Whether there was one. At the end all are due.
+// Whether there was one. At the end all are due. Those that are due at once go together, in an
+// order by chance: a GPU that several processes share lets each of them copy in turns of
+// milliseconds.
 bool DelayingNetworkCard::carry_out_due() {
     const uint64_t now = now_us();
-    for (size_t i = 0; i < waiting_.size(); ++i) {
-        if (!is_stopping_ && waiting_[i].due_us > now) continue;
-        const PostedPut put = waiting_[i].put;
-        waiting_[i] = waiting_.back();
-        waiting_.pop_back();
-        carry_out(put);
-        return true;
+    std::shuffle(waiting_.begin(), waiting_.end(), random_);
+    const auto due = std::partition(waiting_.begin(), waiting_.end(), [&](const Waiting& each) {
+        return !is_stopping_ && each.due_us > now;
+    });
+    const size_t count = std::min<size_t>(waiting_.end() - due, kMostAtOnce);
+    if (count == 0) return false;
+    for (size_t i = 0; i < count; ++i, waiting_.pop_back()) {
+        start(waiting_.back().put, signals_ + i);
     }
-    return false;
+    cudaStreamSynchronize(stream_);
+    return true;
 }
 
-// A failure is said here, and peers wait in vain.
-void DelayingNetworkCard::carry_out(const PostedPut& put) {
+// A failure is said here, and peers wait in vain. `signal` is read later.
+void DelayingNetworkCard::start(const PostedPut& put, uint64_t* signal) {
     auto copy = [this](void* to, const void* from, size_t bytes) {
         const cudaError_t error = cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream_);
         if (error != cudaSuccess) fprintf(stderr, "a put failed: %s\n", cudaGetErrorString(error));
@@ -104,9 +110,8 @@ void DelayingNetworkCard::carry_out(const PostedPut& put) {
     if (put.bytes > 0) copy(put.to, put.from, put.bytes);
     uint64_t& sum = sums_[put.flag];
     sum = put.adds ? sum + put.value : put.value;
-    *signal_ = sum;
-    copy(put.flag, signal_, sizeof(uint64_t));
-    cudaStreamSynchronize(stream_);
+    *signal = sum;
+    copy(put.flag, signal, sizeof(uint64_t));
 }
 
 }  // namespace hybrid_ep

@@ -37,13 +37,13 @@ class DelayingNetworkCard {
     void run();
     void take_posted();
     bool carry_out_due();
-    void carry_out(const PostedPut& put);
+    void start(const PostedPut& put, uint64_t* signal);
 
     int device_, most_us_;
     std::mt19937 random_;
     cudaStream_t stream_ = nullptr;
     PostedPut* puts_ = nullptr;
-    uint64_t *taken_ = nullptr, *signal_ = nullptr;  // in mapped host memory
+    uint64_t *taken_ = nullptr, *signals_ = nullptr;  // in mapped host memory
     uint64_t* posted_ = nullptr;
     std::vector<Waiting> waiting_;
     std::unordered_map<uint64_t*, uint64_t> sums_;  // of flags that puts add to

@@ -9,6 +9,7 @@ NVSHMEM, also where the SMs could write it.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -41,18 +42,20 @@ class LoopbackBackend(kernels.KernelBackend):
             [self._memory.address(first + peer) for peer in range(topology.ranks_per_node)],
             [self._memory.address(rank) for rank in rails],
         )
+        self._ends_with(functools.partial(_give_back, self._runtime, self._memory))
         buffer.gather(None)
         self.layout_size = self._runtime.handle_words
 
     def describe(self) -> str:
         return "nvshmem's kernels over CUDA IPC"
 
-    def destroy(self) -> None:
-        super().destroy()
-        self._memory.close()
-
     def reclaim(self) -> None:
         pass
+
+
+def _give_back(runtime: Any, memory: Any) -> None:
+    runtime.destroy()
+    memory.close()
 
 
 @contextlib.contextmanager

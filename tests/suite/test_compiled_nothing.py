@@ -23,13 +23,13 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_compiled_layer_of_exact_sizes_with_nothing_to_do(world, inductor_cache, case):
+def test_compiled_layer_of_exact_sizes_with_nothing_to_do(world, target, inductor_cache, case):
     if case.dynamic and torch.__version__ < "2.7":
         pytest.skip("torch 2.6 does not compile exact sizes with dynamic=True")
     by_rank = world(2).run(nothing.run, case, inductor_cache)
     assert (by_rank[1]["rows"] == 0) == (case.chosen is OF_RANK_0)
     for rank, result in enumerate(by_rank):
         for got, want in zip(result["compiled"], result["eager"], strict=True):
-            off = 2e-2 if got.dtype == torch.bfloat16 else 1e-3
+            off = 2e-2 if target.on_gpu else 1e-3  # in bf16 there, which fusion rounds elsewhere
             assert want.isfinite().all()
             assert (got - want).norm() <= off * want.norm(), f"rank {rank}"
