@@ -53,7 +53,7 @@ def run(me: Rank, nothing: Nothing, cache: str) -> dict[str, Any]:
     needs_bound = (
         dtype == torch.bfloat16 and torch.__version__ < "2.13" and nothing.has_rank_without_rows
     )
-    layer = MoELayer(buffer, ffn_hidden=32, max_rows=512 if needs_bound else None)
+    layer = MoELayer(buffer, ffn_hidden=32, max_rows=1024 if needs_bound else None)
     with torch.no_grad():  # the tokens are positive, so experts that are not chosen lose
         layer.router.weight.fill_(-1.0)
         for expert in nothing.chosen:
