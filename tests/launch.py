@@ -195,7 +195,8 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
     if target.nodes == "several" and (network := os.environ.get(NETWORK)):
         from tests.ranks.networks import NETWORKS
 
-        NETWORKS[network]().__enter__()
+        always = NETWORKS[network]()  # as long as this rank lives
+        always.__enter__()
     torch.set_num_threads(1)
     device = target.rank_device(rank, num_ranks)
     if device.type == "cuda":
