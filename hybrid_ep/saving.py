@@ -122,6 +122,12 @@ class _Experts:
         num_experts, num_local = self._buffer.num_experts, self._buffer.num_local_experts
         if hasattr(saved, "to_local"):
             whole, saved = saved, saved.to_local()
+            saver, rank = whole.device_mesh.get_coordinate() or (), self._buffer.topology.rank
+            if saved.shape[0] != num_experts and len(saver) == 1 and saver[0] != rank:
+                raise ValueError(
+                    f"{name} must hold the experts of rank {rank}, got those of rank {saver[0]}: "
+                    "each rank loads the file that it has saved itself"
+                )
             if whole.shape[0] != num_experts or saved.shape[0] not in (num_local, num_experts):
                 raise ValueError(
                     f"{name} must hold {num_local} of {num_experts} experts, got "
@@ -129,7 +135,8 @@ class _Experts:
                     "what another number of ranks has saved"
                 )
         if saved.shape[0] == num_experts:
-            saved = saved.narrow(0, self._buffer.topology.rank * num_local, num_local)
+            # a copy, as a view would keep the memory of all experts
+            saved = saved.narrow(0, self._buffer.topology.rank * num_local, num_local).clone()
         return saved
 
 
@@ -140,7 +147,7 @@ def _has_dimensions(value: Any) -> bool:
 def _save_module(
     experts: _Experts, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
 ) -> None:
-    for name, _ in module.named_parameters():
+    for name, _ in module.named_parameters(remove_duplicate=False):
         weight = state.get(prefix + name)
         if weight is not None and not isinstance(weight, nn.Parameter):  # keep_vars
             state[prefix + name] = experts.whole(prefix + name, weight)
@@ -149,7 +156,7 @@ def _save_module(
 def _load_module(
     experts: _Experts, module: nn.Module, state: dict[str, Any], prefix: str, *others: Any
 ) -> None:
-    for name, _ in module.named_parameters():
+    for name, _ in module.named_parameters(remove_duplicate=False):
         if prefix + name in state:
             state[prefix + name] = experts.part(prefix + name, state[prefix + name])
 
@@ -182,7 +189,10 @@ def _changed(
     optimizer: Optimizer, state_dict: dict[str, Any], change: Callable[..., Any]
 ) -> dict[str, Any]:
     """The state dict with the states of experts changed; its tensors are those of the optimizer."""
-    experts_of, states = owners(), dict(state_dict["state"])
+    experts_of = owners()
+    if not any(p in experts_of for group in optimizer.param_groups for p in group["params"]):
+        return state_dict  # of whatever form: nothing of ours is in it
+    states = dict(state_dict["state"])
     # the keys are numbers, or names in torch.distributed.checkpoint.state_dict
     keys, parameters = (
         itertools.chain.from_iterable(group["params"] for group in groups)

@@ -28,7 +28,11 @@ def finish(give_back: Callable[[], None]) -> None:
 def finish_kept() -> None:
     """Give back what was kept, unless a graph is captured."""
     while _kept and not is_capturing():
-        _kept.pop(0)()
+        try:
+            give_back = _kept.pop(0)
+        except IndexError:  # another thread was faster
+            return
+        give_back()
 
 
 def refuse_in_capture(what: str) -> None:

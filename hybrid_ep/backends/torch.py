@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends import Route
+from hybrid_ep.backends import Route, endings
 from hybrid_ep.backends.agreement import (
     NUM_WORDS,
     combine_sizes,
@@ -42,9 +42,9 @@ from hybrid_ep.backends.agreement import (
 from hybrid_ep.backends.carrier import NOTHING, choose_carrier
 from hybrid_ep.backends.collectives import Collectives
 from hybrid_ep.backends.empty import part
-from hybrid_ep.backends.endings import is_capturing
 from hybrid_ep.backends.host_memory import HostOutbox, map_together
 from hybrid_ep.backends.messages import Messages, Told, tag_of
+from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.sums import gather_or_zero, sum_in_order
 from hybrid_ep.backends.tensors import as_words, empty, runs_ahead, to_device, trues_first
 from hybrid_ep.backends.torch_layout import (
@@ -139,6 +139,7 @@ class TorchBackend:
         else:
             self._exchange = Messages(group, topology, timeout_s, tag_of(number))
         self._turn = Turn()
+        self._streams = StreamOrder(device) if device.type == "cuda" else None
         self._outbox: HostOutbox | None = None
         self._may_share = device.type == "cpu" and not (
             self._carrier.is_nothing or self._carrier.is_nccl
@@ -517,17 +518,22 @@ class TorchBackend:
     # ---- shared by the verbs
 
     def _read(self, layout: Tensor) -> Layout:
+        if self._streams is not None and self._streams.are_several:
+            layout.record_stream(self._streams.last)  # made on another one, perhaps
         return Layout.read(layout, *self._layout_sizes)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
         """Around a call: no other thread's beside it, and none after it if it stops half way."""
         with self._turn:
-            if self._device.type == "cuda" and is_capturing():
+            if self._device.type == "cuda" and endings.is_capturing():
                 raise ValueError(
                     "the torch backend must not be called while a CUDA graph is captured: its host "
                     "waits for its peers. Use the nvlink or the nvshmem backend"
                 )
+            endings.finish_kept()
+            if self._streams is not None:
+                self._streams.current()
             self._exchange.begin()
             try:
                 yield

@@ -70,6 +70,14 @@ def test_torch_save_per_rank_is_loaded_before_and_after_a_step(world, tmp_path):
 
 
 @SAME_ON_GPU
+def test_torch_save_of_another_rank_is_an_error(world, tmp_path):
+    world(2).run(saving.save_plain, tmp_path)
+    own, other = world(2).run(saving.load_the_file_of_rank_0, tmp_path)
+    assert own == ""
+    assert "must hold the experts of rank 1, got those of rank 0: each rank loads" in other
+
+
+@SAME_ON_GPU
 def test_torch_save_of_another_number_of_ranks_is_an_error(world, tmp_path):
     world(4).run(saving.save_plain, tmp_path)
     for text in world(2).run(saving.error_of_plain, tmp_path):
