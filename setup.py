@@ -154,14 +154,11 @@ NVLINK, NVSHMEM_MODULE = "hybrid_ep._nvlink", "hybrid_ep._nvshmem"
 ALONE = {  # sources and rooms under csrc that one module has alone; the rest is of both
     NVLINK: (
         "nvlink_bindings.cpp",
-        "runtime.cpp",
-        "copy_engine.cpp",
         "kernels/*/one_node.cu",
         "kernels/ceilings.cu",
     ),
     NVSHMEM_MODULE: (
         "nvshmem_bindings.cpp",
-        "nodes_runtime.cpp",
         "network/*",
         "kernels/route/keep_routing.cu",
         "kernels/loopback.cu",

@@ -26,7 +26,7 @@
 #include <vector>
 
 #include "check.h"
-#include "runtime.h"
+#include "one_node.h"
 
 namespace {
 
@@ -149,7 +149,7 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     config.slice_bytes = 16384;
     config.timeout_s = 10;
     config.trace = trace;
-    hybrid_ep::Runtime runtime(config);
+    hybrid_ep::Runtime runtime(config, hybrid_ep::kOneNode);
     if (shape.ranks > 1) {
         const std::string mine = runtime.ipc_handle();
         std::memcpy(board->ipc_handles[rank], mine.data(), mine.size());

@@ -8,9 +8,8 @@
 #include <tuple>
 #include <type_traits>
 
-#include "call_state.h"
 #include "check.h"
-#include "kernels/verbs.h"
+#include "runtime.h"
 
 namespace hybrid_ep {
 
@@ -44,17 +43,17 @@ Struct from(const Tuple& tuple) {
                       tuple);
 }
 
-// Each module has a type of its own, of one name: both may be loaded.
-template <typename Config>
-py::class_<Config> bind_config(py::module_& m) {
-    return py::class_<Config>(m, "RuntimeConfig", py::module_local())
+// Each module has types of its own, of one name: both may be loaded.
+inline py::class_<RuntimeConfig> bind_config(py::module_& m) {
+    return py::class_<RuntimeConfig>(m, "RuntimeConfig", py::module_local())
         .def(py::init([](const py::kwargs& given) {
-            Config config{};
-            config.each_field([&](const char* name, auto& field) {
-                if (!given.contains(name)) {
+            RuntimeConfig config{};
+            config.each_field([&](const char* name, auto& field, bool is_needed = true) {
+                if (given.contains(name)) {
+                    field = py::cast<std::decay_t<decltype(field)>>(given[name]);
+                } else if (is_needed) {
                     throw py::type_error(std::string("RuntimeConfig needs ") + name);
                 }
-                field = py::cast<std::decay_t<decltype(field)>>(given[name]);
             });
             return config;
         }));
@@ -66,8 +65,8 @@ inline bool is_interrupted() {
 }
 
 // Blocks the thread, not Python: other threads run, and Ctrl-C is heard.
-template <typename R>
-std::optional<int64_t> await_required_rows(const R& runtime, uint64_t ticket, uintptr_t stream) {
+inline std::optional<int64_t> await_required_rows(const Runtime& runtime, uint64_t ticket,
+                                                  uintptr_t stream) {
     std::optional<int64_t> rows;
     {
         py::gil_scoped_release released;
@@ -77,56 +76,10 @@ std::optional<int64_t> await_required_rows(const R& runtime, uint64_t ticket, ui
     return rows;
 }
 
-template <typename R>
-void bind_verbs(py::class_<R>& runtime) {
-    runtime
-        .def("route",
-             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout, bool want_mail,
-                uintptr_t stream) {
-                 return self.route(from<Choices>(choices), from<NewLayout>(layout), want_mail,
-                                   stream);
-             })
-        .def("publish", [](R& self, const SentTuple& sent,
-                           uintptr_t stream) { self.publish(from<Sent>(sent), stream); })
-        .def("publish_fresh",
-             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
-                const SentTuple& sent, uintptr_t stream) {
-                 return self.publish_fresh(from<Choices>(choices), from<NewLayout>(layout),
-                                           from<Sent>(sent), stream);
-             })
-        .def("pull", [](R& self, const ReceivedTuple& received,
-                        uintptr_t stream) { self.pull(from<Received>(received), stream); })
-        .def("dispatch",
-             [](R& self, const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
-                 self.dispatch(from<Sent>(sent), from<Received>(received), stream);
-             })
-        .def("dispatch_fresh",
-             [](R& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
-                const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
-                 self.dispatch_fresh(from<Choices>(choices), from<NewLayout>(layout),
-                                     from<Sent>(sent), from<Received>(received), stream);
-             })
-        .def("combine", [](R& self, const SummedTuple& summed,
-                           uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
-        .def("destroy", &R::destroy, py::call_guard<py::gil_scoped_release>())
-        .def("required_rows", &await_required_rows<R>)
-        .def("give_up", &R::give_up, py::call_guard<py::gil_scoped_release>())
-        .def("num_routes", &R::num_routes, py::call_guard<py::gil_scoped_release>())
-        .def("fault", &R::fault)
-        .def("take_trace",
-             [](R& self) {
-                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t, int>> events;
-                 for (const TraceEvent& e : self.take_trace()) {
-                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns, e.sm);
-                 }
-                 return events;
-             })
-        .def_property_readonly("is_half_made", &R::is_half_made)
-        .def_property_readonly("handle_words", &R::handle_words)
-        .def_property_readonly("symmetric_bytes", &R::symmetric_bytes);
-}
-
-inline void bind_fault_report(py::module_& m) {
+// How it is made, and its memory, are each module's.
+inline py::class_<Runtime> bind_runtime(py::module_& m) {
+    m.attr("SHARED_MEMORY") = layout::kBlockSmemBytes;
+    m.def("shared_memory_per_block", &shared_memory_per_block);
     py::class_<FaultReport>(m, "FaultReport", py::module_local())
         .def_readonly("kind", &FaultReport::kind)
         .def_readonly("phase", &FaultReport::phase)
@@ -135,6 +88,57 @@ inline void bind_fault_report(py::module_& m) {
         .def_readonly("epoch", &FaultReport::epoch)
         .def_readonly("seen", &FaultReport::seen)
         .def_readonly("mine", &FaultReport::mine);
+    return py::class_<Runtime>(m, "Runtime", py::module_local())
+        .def("ipc_handle", [](Runtime& self) { return py::bytes(self.ipc_handle()); })
+        .def("open_peers",
+             [](Runtime& self, const std::vector<py::bytes>& handles) {
+                 self.open_peers(std::vector<std::string>(handles.begin(), handles.end()));
+             })
+        .def("route",
+             [](Runtime& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                bool want_mail, uintptr_t stream) {
+                 return self.route(from<Choices>(choices), from<NewLayout>(layout), want_mail,
+                                   stream);
+             })
+        .def("publish", [](Runtime& self, const SentTuple& sent,
+                           uintptr_t stream) { self.publish(from<Sent>(sent), stream); })
+        .def("publish_fresh",
+             [](Runtime& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, uintptr_t stream) {
+                 return self.publish_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                           from<Sent>(sent), stream);
+             })
+        .def("pull", [](Runtime& self, const ReceivedTuple& received,
+                        uintptr_t stream) { self.pull(from<Received>(received), stream); })
+        .def("dispatch",
+             [](Runtime& self, const SentTuple& sent, const ReceivedTuple& received,
+                uintptr_t stream) {
+                 self.dispatch(from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("dispatch_fresh",
+             [](Runtime& self, const ChoicesTuple& choices, const NewLayoutTuple& layout,
+                const SentTuple& sent, const ReceivedTuple& received, uintptr_t stream) {
+                 self.dispatch_fresh(from<Choices>(choices), from<NewLayout>(layout),
+                                     from<Sent>(sent), from<Received>(received), stream);
+             })
+        .def("combine", [](Runtime& self, const SummedTuple& summed,
+                           uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
+        .def("destroy", &Runtime::destroy, py::call_guard<py::gil_scoped_release>())
+        .def("required_rows", &await_required_rows)
+        .def("give_up", &Runtime::give_up, py::call_guard<py::gil_scoped_release>())
+        .def("num_routes", &Runtime::num_routes, py::call_guard<py::gil_scoped_release>())
+        .def("fault", &Runtime::fault)
+        .def("take_trace",
+             [](Runtime& self) {
+                 std::vector<std::tuple<int, int, uint32_t, uint64_t, uint64_t, int>> events;
+                 for (const TraceEvent& e : self.take_trace()) {
+                     events.emplace_back(e.span, e.block, e.epoch, e.begin_ns, e.end_ns, e.sm);
+                 }
+                 return events;
+             })
+        .def_property_readonly("is_half_made", &Runtime::is_half_made)
+        .def_property_readonly("handle_words", &Runtime::handle_words)
+        .def_property_readonly("symmetric_bytes", &Runtime::symmetric_bytes);
 }
 
 }  // namespace hybrid_ep

@@ -9,23 +9,22 @@
 
 namespace hybrid_ep {
 
-CallState::CallState(double timeout_s, bool trace, int64_t num_routes, int64_t layout_base)
-    : timeout_s_(timeout_s) {
+CallState::CallState(const RuntimeConfig& config) : timeout_s_(config.timeout_s) {
     try {
-        make(trace, num_routes, layout_base);
+        make(config);
     } catch (...) {
         destroy();
         throw;
     }
 }
 
-void CallState::make(bool trace, int64_t num_routes, int64_t layout_base) {
+void CallState::make(const RuntimeConfig& config) {
     check_cuda(cudaMalloc(reinterpret_cast<void**>(&state_), sizeof(DeviceState)), "call state");
     DeviceState state{};
-    state.epoch[int(layout::Phase::kRoute)] = uint64_t(num_routes);
-    state.layout_base = uint64_t(layout_base);
+    state.epoch[int(layout::Phase::kRoute)] = uint64_t(config.num_routes);
+    state.layout_base = uint64_t(config.layout_base);
     check_cuda(cudaMemcpy(state_, &state, sizeof(state), cudaMemcpyHostToDevice), "call state");
-    if (trace) {
+    if (config.trace) {
         check_cuda(cudaMalloc(reinterpret_cast<void**>(&trace_.events),
                               Trace::kCapacity * sizeof(TraceEvent)),
                    "trace");
@@ -71,11 +70,11 @@ std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t st
     const auto* mail = mail_of(ticket);
     const auto start = std::chrono::steady_clock::now();
     // the kernels keep the deadline; this one is for a GPU that makes no progress at all
-    const auto patience = std::chrono::duration<double>(2 * timeout_s_ + 10);
+    const auto deadline = std::chrono::duration<double>(2 * timeout_s_ + 10);
     for (uint64_t polls = 1; __atomic_load_n(&mail->ticket, __ATOMIC_ACQUIRE) != ticket; ++polls) {
         if (polls % 1024 != 0) continue;
         if (fault()) return std::nullopt;
-        if (std::chrono::steady_clock::now() - start > patience) return std::nullopt;
+        if (std::chrono::steady_clock::now() - start > deadline) return std::nullopt;
         if (polls % (1 << 16) == 0) {
             cudaError_t error = cudaStreamQuery(stream);
             if (error != cudaErrorNotReady) check_cuda(error, "the kernels of a dispatch");

@@ -7,6 +7,7 @@
 #include <optional>
 #include <vector>
 
+#include "config.h"
 #include "layout/runtime_state.h"
 
 namespace hybrid_ep {
@@ -18,10 +19,9 @@ struct FaultReport {
 
 class CallState {
   public:
-    // `timeout_s` may be infinite: then only the host can end a wait. `num_routes` have been made
-    // before, by a Buffer that was released: layouts of before are told apart from those to come,
-    // and by `layout_base` from those of other Buffers.
-    CallState(double timeout_s, bool trace, int64_t num_routes, int64_t layout_base);
+    // Where timeout_s is infinite only the host can end a wait. Layouts are told apart from those
+    // of before a release, by num_routes, and from those of other Buffers, by layout_base.
+    explicit CallState(const RuntimeConfig& config);
     ~CallState() { destroy(); }
     CallState(const CallState&) = delete;
     CallState& operator=(const CallState&) = delete;
@@ -49,7 +49,7 @@ class CallState {
     std::vector<TraceEvent> take_trace();
 
   private:
-    void make(bool trace, int64_t num_routes, int64_t layout_base);
+    void make(const RuntimeConfig& config);
 
     static constexpr int kMailSlots = 256;
 

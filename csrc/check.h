@@ -1,4 +1,5 @@
-// Turns a failed CUDA call into a C++ exception, which pybind11 hands to Python as RuntimeError.
+// What every file of the host side may use. A failed CUDA call becomes a C++ exception, which
+// pybind11 hands to Python as RuntimeError.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,5 +23,24 @@ inline int shared_memory_per_block(int device) {
                "shared memory of the device");
     return bytes;
 }
+
+// Calls may come with another device current: it is put back afterwards.
+class DeviceGuard {
+  public:
+    explicit DeviceGuard(int device) {
+        check_cuda(cudaGetDevice(&before_), "current device");
+        if (before_ != device) check_cuda(cudaSetDevice(device), "selecting the device");
+        changed_ = before_ != device;
+    }
+    ~DeviceGuard() {
+        if (changed_) cudaSetDevice(before_);
+    }
+    DeviceGuard(const DeviceGuard&) = delete;
+    DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+  private:
+    int before_ = 0;
+    bool changed_ = false;
+};
 
 }  // namespace hybrid_ep

@@ -65,27 +65,40 @@ void CopyEngine::destroy() {
     if (own_ != nullptr) cudaStreamDestroy(own_);
 }
 
-bool CopyEngine::can_copy(int64_t stride, int row_bytes) const {
-    return can_raise_flags_ && stride >= row_bytes && stride <= std::numeric_limits<int>::max();
+// Not where the driver cannot raise flags between the copies of a stream, as on some virtual GPUs.
+// Nor once a graph was made: it is replayed without the host, which then does not know any more
+// which half of the outbox the next call takes.
+bool CopyEngine::can_publish(const kernels::DispatchParams& p, cudaStream_t stream) {
+    cudaStreamCaptureStatus capture{};
+    check_cuda(cudaStreamIsCapturing(stream, &capture), "state of the stream");
+    was_captured_ = was_captured_ || capture != cudaStreamCaptureStatusNone;
+    return can_raise_flags_ && !was_captured_ && p.context.buffer.num_ranks > 1 &&
+           p.sent.x_stride >= p.sent.row_bytes &&
+           p.sent.x_stride <= std::numeric_limits<int>::max();
 }
 
-kernels::CopySteps CopyEngine::copy(const Rows<const char>& from, const Rows<char>& to,
-                                    int row_bytes, int begin, int end, uint64_t* flags,
-                                    uint64_t flag, cudaStream_t stream) {
+void CopyEngine::publish(kernels::DispatchParams& p, int num_sms, uint64_t call,
+                         cudaStream_t stream) {
+    const Sent& sent = p.sent;
+    int token = tokens_by_sms(num_sms, sent.num_tokens);
+    if (!can_publish(p, stream) || token == sent.num_tokens) return;
     check_cuda(cudaEventRecord(before_, stream), "event of copies");
     check_cuda(cudaStreamWaitEvent(own_, before_), "stream of copies");
-    kernels::CopySteps steps{begin};
-    for (int rows = kFirstRows; begin < end; rows = std::min(rows * kGrowth, kMostRows)) {
-        const bool is_last = steps.count + 1 == kernels::CopySteps::kMost;
-        const int count = is_last ? end - begin : std::min(rows, end - begin);
+    kernels::EngineSteps& steps = p.copied = {token};
+    for (int most = kFirstRows; token < sent.num_tokens;
+         most = std::min(most * kGrowth, kMostRows)) {
+        const int left = sent.num_tokens - token;
+        const bool is_last = steps.count + 1 == kernels::EngineSteps::kMost;
+        const int count = is_last ? left : std::min(most, left);
+        char* record = p.context.mine() + p.context.buffer.record(call, token);
         check_cuda(
-            cudaMemcpy2DAsync(to.at + begin * to.stride, to.stride, from.at + begin * from.stride,
-                              from.stride, row_bytes, count, cudaMemcpyDeviceToDevice, own_),
+            cudaMemcpy2DAsync(record, p.context.buffer.record_bytes, sent.x + token * sent.x_stride,
+                              sent.x_stride, sent.row_bytes, count, cudaMemcpyDeviceToDevice, own_),
             "publishing rows");
-        raise_flag(flags + steps.count, flag, own_);
-        steps.end[steps.count++] = begin += count;
+        raise_flag(p.context.watch.state->rows_copied + steps.count,
+                   flag_value(call, kCopiedSignature), own_);
+        steps.end[steps.count++] = token += count;
     }
-    return steps;
 }
 
 }  // namespace hybrid_ep

@@ -8,6 +8,15 @@
 
 namespace hybrid_ep {
 
+// So many tokens of a dispatch, from the first on, SMs publish; the copy engine publishes the
+// others. It does where few SMs dispatch many tokens: more SMs are faster by themselves, since they
+// write no more than is soon read, so that it stays in the L2 cache. Nor does it where the host
+// waits for the number of rows: there the time to tell it what to do is lost.
+constexpr int tokens_by_sms(int num_sms, int num_tokens) {
+    if (num_sms > 32 || num_tokens < 2048) return num_tokens;
+    return num_sms > 16 ? 512 : 0;  // so peers can pull sooner
+}
+
 class CopyEngine {
   public:
     explicit CopyEngine(int device);  // which is the current one
@@ -15,26 +24,16 @@ class CopyEngine {
     CopyEngine(const CopyEngine&) = delete;
     CopyEngine& operator=(const CopyEngine&) = delete;
 
-    // Rows in memory, so many bytes apart.
-    template <typename Byte>
-    struct Rows {
-        Byte* at;
-        int64_t stride;
-    };
-    // Whether it can read such rows. Never where the driver cannot raise flags between the copies
-    // of a stream, as on some virtual GPUs.
-    bool can_copy(int64_t stride, int row_bytes) const;
-
-    // Copies rows [begin, end) once the work that is on `stream` by now is done; flags[i] becomes
-    // `flag` behind step i. Behind the last one `from` is not read any more.
-    kernels::CopySteps copy(const Rows<const char>& from, const Rows<char>& to, int row_bytes,
-                            int begin, int end, uint64_t* flags, uint64_t flag,
-                            cudaStream_t stream);
+    // Publishes what SMs do not, of a dispatch in one launch on `num_sms`, once the work that is on
+    // `stream` by now is done, and says so in `p`. `call` is its number as the GPU counts.
+    void publish(kernels::DispatchParams& p, int num_sms, uint64_t call, cudaStream_t stream);
 
   private:
     void destroy();
+    bool can_publish(const kernels::DispatchParams& p, cudaStream_t stream);
 
     bool can_raise_flags_;
+    bool was_captured_ = false;  // a dispatch is part of a graph
     cudaStream_t own_ = nullptr;
     cudaEvent_t before_ = nullptr;
 };

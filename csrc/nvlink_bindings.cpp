@@ -1,30 +1,20 @@
 // hybrid_ep._nvlink: the runtime as Python sees it. Addresses and streams are integers.
 #include "bind_runtime.h"
-#include "runtime.h"
+#include "one_node.h"
 
 using namespace hybrid_ep;
 
 PYBIND11_MODULE(_nvlink, m) {
     m.attr("MAX_RANKS") = layout::kMaxRanks;
     m.attr("MAX_TOPK") = layout::kMaxTopk;
-    m.attr("SHARED_MEMORY") = layout::kBlockSmemBytes;
     m.def("tokens_by_sms", &tokens_by_sms);
-    m.def("shared_memory_per_block", &shared_memory_per_block);
 
-    bind_config<RuntimeConfig>(m);
-    bind_fault_report(m);
-
-    py::class_<Runtime> runtime(m, "Runtime", py::module_local());
-    runtime.def(py::init<const RuntimeConfig&>())
-        .def("ipc_handle", [](Runtime& self) { return py::bytes(self.ipc_handle()); })
-        .def("open_peers",
-             [](Runtime& self, const std::vector<py::bytes>& handles) {
-                 self.open_peers(std::vector<std::string>(handles.begin(), handles.end()));
-             })
+    bind_config(m);
+    bind_runtime(m)
+        .def(py::init([](const RuntimeConfig& config) { return new Runtime(config, kOneNode); }))
         .def("unmap_peers", &Runtime::unmap_peers)
         .def("free_now", &Runtime::free_now)
         .def("copy_peer", &Runtime::copy_peer);
-    bind_verbs(runtime);
 
     m.def("free_unread_memory", &memory::free_unread_parts,
           py::call_guard<py::gil_scoped_release>());

@@ -1,14 +1,22 @@
 // hybrid_ep._nvshmem: the runtime of several nodes as Python sees it. Addresses and streams are
 // integers. Its types are its own: hybrid_ep._nvlink may have some of the same name.
 #include "bind_runtime.h"
-#include "memory/peer_memory.h"
+#include "kernels/several_nodes.h"
+#include "network/delaying_network_card.h"
 #include "network/nvshmem_heap.h"
-#include "nodes_runtime.h"
+#include "preconditions.h"
 
 using namespace hybrid_ep;
 using kernels::several_nodes::kLaunchersOver;
 
 namespace {
+
+// A term of a sum may be anywhere in the memory.
+constexpr Target kNvshmem{context_of_several_nodes, kLaunchersOver<network::NvshmemNetwork>,
+                          /*owns_memory*/ false, /*may_use_copy_engine*/ false, kMostTermBytes};
+// For tests.
+constexpr Target kLoopback{context_of_several_nodes, kLaunchersOver<network::LoopbackNetwork>,
+                           /*owns_memory*/ true, /*may_use_copy_engine*/ false, kMostTermBytes};
 
 char* to_pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
 uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(pointer); }
@@ -16,50 +24,32 @@ uintptr_t to_address(const char* pointer) { return reinterpret_cast<uintptr_t>(p
 }  // namespace
 
 PYBIND11_MODULE(_nvshmem, m) {
+    using namespace kernels::several_nodes;
     m.attr("MAX_NODE_RANKS") = layout::kMaxNodeRanks;
     m.attr("MAX_CHUNK_TOKENS") = layout::kMaxChunkTokens;
-    m.attr("SHARED_MEMORY") = layout::kBlockSmemBytes;
-    m.def("shared_memory_per_block", &shared_memory_per_block);
+    m.attr("LEAST_SMS") = py::dict(py::arg("num_sms_dispatch") = kDispatchRoles,
+                                   py::arg("num_sms_combine") = kCombineRoles);
 
-    bind_config<NodesConfig>(m)
+    bind_config(m)
         .def_property_readonly("symmetric_bytes",
-                               [](const NodesConfig& self) { return self.layout().total_bytes; })
-        .def_property_readonly("handle_words", [](const NodesConfig& self) {
-            return layout::NodesHandleLayout::make(layout::HandleLayout::make(self.layout().world),
-                                                   self.num_nodes)
-                .num_words;
+                               [](const RuntimeConfig& self) {
+                                   return context_of_several_nodes(self).nodes.total_bytes;
+                               })
+        .def_property_readonly("handle_words", [](const RuntimeConfig& self) {
+            return context_of_several_nodes(self).kept.num_words;
         });
-
-    bind_fault_report(m);
-
-    py::class_<NodesRuntime> runtime(m, "Runtime", py::module_local());
-    runtime
-        .def(py::init([](const NodesConfig& config, bool loopback) {
-                 return new NodesRuntime(config, loopback
-                                                     ? kLaunchersOver<network::LoopbackNetwork>
-                                                     : kLaunchersOver<network::NvshmemNetwork>);
+    bind_runtime(m)
+        .def(py::init([](const RuntimeConfig& config, bool loopback) {
+                 return new Runtime(config, loopback ? kLoopback : kNvshmem);
              }),
              py::arg("config"), py::arg("loopback") = false)
-        .def("attach", &NodesRuntime::attach)
-        .def("delay_puts", &NodesRuntime::delay_puts);
-    bind_verbs(runtime);
-
-    // For tests of the loopback, whose memory is mapped by CUDA IPC.
-    py::class_<memory::PeerMemory>(m, "PeerMemory", py::module_local())
-        .def(py::init([](const NodesConfig& config) {
-            const layout::NodesLayout nodes = config.layout();
-            layout::BufferLayout whole = nodes.world;
-            whole.total_bytes = nodes.total_bytes;
-            return new memory::PeerMemory(config.rank, whole);
-        }))
-        .def("handle", [](memory::PeerMemory& self) { return py::bytes(self.handle()); })
-        .def("open",
-             [](memory::PeerMemory& self, const std::vector<py::bytes>& handles) {
-                 self.open(std::vector<std::string>(handles.begin(), handles.end()));
-             })
-        .def("address", [](const memory::PeerMemory& self,
-                           int rank) { return to_address(self.peers().base[rank]); })
-        .def("close", &memory::PeerMemory::close);
+        .def("attach", &Runtime::attach)
+        .def("delay_puts", [](Runtime& self, int most_us) {
+            const RuntimeConfig& config = self.config();
+            const DeviceGuard guard(config.device);
+            auto card = std::make_shared<DelayingNetworkCard>(config.device, most_us, config.rank);
+            self.post_puts(card->queue(), card);
+        });
 
     m.def("built_version", &network::nvshmem_built_version);
     m.def("loaded_version", &network::nvshmem_loaded_version);
@@ -71,8 +61,7 @@ PYBIND11_MODULE(_nvshmem, m) {
     m.def(
         "free", [](uintptr_t address) { network::free_symmetric(to_pointer(address)); },
         py::call_guard<py::gil_scoped_release>());
-    m.def("complete_puts", &kernels::several_nodes::complete_puts,
-          py::call_guard<py::gil_scoped_release>());
+    m.def("complete_puts", &complete_puts, py::call_guard<py::gil_scoped_release>());
     m.def("mapped", [](uintptr_t mine, int rank) {
         return to_address(network::mapped_symmetric(to_pointer(mine), rank));
     });

@@ -74,9 +74,9 @@ inline void require_received(const kernels::DispatchParams& p, const Received& r
                                                     : 1);
 }
 
-inline void require_combine(const Context& context, const Summed& summed, int inbox_row_bytes,
-                            const layout::RingShape& ring) {
-    require_at_most("tokens of y", summed.num_tokens, context.buffer.max_tokens);
+inline void require_combine(const kernels::CombineParams& p, int inbox_row_bytes) {
+    const Summed& summed = p.summed;
+    require_at_most("tokens of y", summed.num_tokens, p.context.buffer.max_tokens);
     require_at_least("bytes of a row", summed.row_bytes, 16);
     require_multiple("bytes of a row", summed.row_bytes, layout::kBulkAlign);
     require_at_most("bytes of a row to be summed", summed.row_bytes, inbox_row_bytes);
@@ -87,7 +87,7 @@ inline void require_combine(const Context& context, const Summed& summed, int in
     require_aligned("the address of y", summed.y, 16);
     require_aligned("the address of the values at home", summed.home_values, 4);
     require_aligned("the address of the layout", summed.words, 16);
-    require_at_least("slots of a ring of combine", ring.num_slots, 2);
+    require_at_least("slots of a ring of combine", p.ring.num_slots, 2);
 }
 
 // Once, when a runtime is made.

@@ -1,7 +1,8 @@
-// The host side of the nvlink backend: owns the memory, knows the sizes, launches the kernels.
+// The host side of the nvlink and nvshmem backends: knows the sizes, launches the kernels. One
+// node, NVSHMEM and the loopback of tests are values of Target.
 //
 // Python checks every tensor before it gets here and passes plain addresses. Only
-// required_rows() and destroy() wait for the GPU.
+// required_rows(), destroy() and what reads counters wait for the GPU.
 #pragma once
 
 #include <memory>
@@ -18,32 +19,43 @@
 
 namespace hybrid_ep {
 
-// So many tokens of a dispatch, from the first on, SMs publish; the copy engine publishes the
-// others. It does where few SMs dispatch many tokens: more SMs are faster by themselves, since they
-// write no more than is soon read, so that it stays in the L2 cache. Nor does it where the host
-// waits for the number of rows: there the time to tell it what to do is lost.
-constexpr int tokens_by_sms(int num_sms, int num_tokens) {
-    if (num_sms > 32 || num_tokens < 2048) return num_tokens;
-    return num_sms > 16 ? 512 : 0;  // so peers can pull sooner
-}
+// What a runtime is for.
+struct Target {
+    NodesContext (*context)(const RuntimeConfig& config);
+    kernels::Launchers kernels;
+    bool owns_memory;          // and maps it through CUDA IPC; else memory is given (attach)
+    bool may_use_copy_engine;  // to publish rows
+    int64_t most_bytes;        // of symmetric memory
+};
 
 class Runtime {
   public:
-    explicit Runtime(const RuntimeConfig& config);
-    ~Runtime();
+    Runtime(const RuntimeConfig& config, const Target& target);
+    ~Runtime() { destroy(); }
     Runtime(const Runtime&) = delete;
     Runtime& operator=(const Runtime&) = delete;
 
+    const RuntimeConfig& config() const { return config_; }
+    int64_t handle_words() const { return context_.kept.num_words; }
+    int64_t symmetric_bytes() const { return context_.nodes.total_bytes; }
+
+    // ---- memory, before the first call: its own, by handles in rank order
     std::string ipc_handle() { return memory_->handle(); }
-    void open_peers(const std::vector<std::string>& handles) { memory_->open(handles); }
-    // Waits for no peer; what peers may still map is kept aside. Idempotent.
+    void open_peers(const std::vector<std::string>& handles);
+    // or given: zeroes my part and takes those of my node, by local rank. No rank may make a call
+    // before all are here.
+    void attach(const std::vector<uintptr_t>& peers);
+    // For tests: puts are posted to `queue`, whose `card` is kept while kernels may post.
+    void post_puts(const PutQueue& queue, std::shared_ptr<void> card);
+
+    // Waits for this rank's kernels and for no peer: own memory that peers may still map is kept
+    // aside, given memory is free. Idempotent.
     void destroy();
     // The same where all ranks take part: first all unmap, then, after a barrier, all free.
     void unmap_peers();
     void free_now();
 
-    int64_t handle_words() const { return handle_.num_words; }
-    int64_t symmetric_bytes() const { return buffer_.total_bytes; }
+    // ---- the verbs
 
     // Publishes the routing and makes the handle. With `want_mail` the number of rows is sent to
     // the host: returns the ticket for required_rows(), else 0.
@@ -72,12 +84,15 @@ class Runtime {
     // after.
     int64_t copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream);
 
+    // ---- around the verbs
+
     // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
     // came first or the deadline passed. Throws what CUDA says if the kernels failed.
     std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream,
                                          bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
-    // Tells the peers that this rank makes no more calls, for a reason of errors.py.
+    // Tells the peers of my node and of my rail that this rank makes no more calls, for a reason of
+    // errors.py. Does not wait for a kernel: it may be that no SM is free.
     void give_up(int reason);
     // So far, with those before the Buffer was released; waits for the GPU.
     int64_t num_routes() const;
@@ -85,24 +100,24 @@ class Runtime {
     std::vector<TraceEvent> take_trace();
 
   private:
-    Context context() const;
-    bool engine_can_publish(const Sent& sent, cudaStream_t stream);
-    void copy_by_engine(const Sent& sent, cudaStream_t stream);
+    void take_addresses();
+    void take_watch();
     void begin_dispatch(const Sent& sent);
     void publish_early(bool behind_routing, cudaStream_t stream);
+    void publish_by_engine(cudaStream_t stream);
     void end_dispatch(const Received& received, cudaStream_t stream);
 
     RuntimeConfig config_;
-    layout::BufferLayout buffer_;
-    layout::HandleLayout handle_;
-    int routing_blocks_;
-    std::unique_ptr<memory::PeerMemory> memory_;
-    std::shared_ptr<CallState> calls_;  // also of who waits for mail while it is destroyed
-    std::unique_ptr<CopyEngine> engine_;
-    uint64_t num_dispatches_ = 0;  // as the GPU counts them, while no graph replays any
-    bool was_captured_ = false;    // a dispatch is part of a graph
+    kernels::Launchers kernels_;
+    NodesContext context_;
+    int routing_blocks_, num_send_blocks_;
+    std::unique_ptr<memory::PeerMemory> memory_;  // null: it is given
+    std::shared_ptr<CallState> calls_;    // also of who waits for mail while it is destroyed
+    std::unique_ptr<CopyEngine> engine_;  // null: SMs publish all rows
+    std::shared_ptr<void> card_;          // for tests
+    kernels::DispatchParams begun_{};     // the dispatch that is being made
+    uint64_t num_dispatches_ = 0;         // as the GPU counts them, while no graph replays any
     bool is_half_made_ = false;
-    kernels::DispatchParams dispatch_{};  // of the call that is being made
 };
 
 }  // namespace hybrid_ep

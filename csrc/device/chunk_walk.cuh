@@ -8,7 +8,6 @@
 #pragma once
 
 #include "device/take.cuh"
-#include "layout/handle_layout.h"
 
 namespace hybrid_ep::device {
 
@@ -28,13 +27,7 @@ class ChunkWalk {
           takes_(chunks_taken, num_ranks * num_chunks, num_walkers, 1,
                  chunks_of(handle, num_ranks * num_chunks, most_)) {}
 
-    // What a lane has taken.
-    struct Taken {
-        bool valid;
-        int source;  // rank that the copy came from
-        layout::Copy copy;
-        const int32_t* rows;  // [copy.num_rows]
-    };
+    using Taken = TakenCopy;
 
     // The whole warp: the next copies, in order of lanes; false: none is left.
     __device__ bool take(Taken& mine) {

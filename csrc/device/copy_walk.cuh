@@ -7,7 +7,6 @@
 #pragma once
 
 #include "device/take.cuh"
-#include "layout/handle_layout.h"
 
 namespace hybrid_ep::device {
 
@@ -23,15 +22,10 @@ class CopyWalk {
           num_sources_(num_sources),
           takes_(steps_taken, most_copies() * num_sources, num_walkers, kLeastTaken, most) {}
 
-    // What a lane has taken.
-    struct Taken {
-        bool valid;  // not every step has a copy
-        int source;  // rank that the copy came from
-        layout::Copy copy;
-        const int32_t* rows;  // [copy.num_rows]
-    };
+    using Taken = TakenCopy;
 
-    // The whole warp: the next steps, a lane each; false: none is left.
+    // The whole warp: the next steps, a lane each, not all of which have a copy; false: none is
+    // left.
     __device__ bool take(Taken& mine) {
         int first, count;
         if (!takes_.take(first, count)) return false;

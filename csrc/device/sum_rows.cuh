@@ -22,11 +22,11 @@ constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes
 // What is added, and where the sum goes. My own rows make a sum of their own, zero if there are
 // none. If there are sums of other ranks, it is rounded and added among them.
 struct Sum {
-    char* to;          // null: there is no more
-    uint64_t note;     // for the herald, whom to tell that it has come; 0: nobody
-    int num_rows;      // mine
-    int num_sums;      // of other ranks
-    int place_of_own;  // so many of these come before mine; -1: it is not added
+    char* to;            // null: there is no more
+    uint64_t note;       // for the herald, whom to tell that it has come; 0: nobody
+    int num_rows;        // mine
+    int num_sums;        // of other ranks
+    int num_before_own;  // so many of these come before mine; -1: it is not added
 };
 
 // Behind a slot: the same for all terms of a sum, but for the weight.
@@ -102,7 +102,7 @@ class Adder {
             const Sum& sum = header().sum;
             if (sum.to == nullptr) break;
             bytes_ = header().bytes;
-            const int num_rows = sum.num_rows, num_sums = sum.num_sums, place = sum.place_of_own;
+            const int num_rows = sum.num_rows, num_sums = sum.num_sums, place = sum.num_before_own;
             terms_left_ = num_rows + num_sums;
             if (num_rows == 0) begin_with_zero();
             if (num_rows > 0) begin_with_term();
@@ -138,18 +138,18 @@ class Adder {
     }
 
     // Sums of two ranks may be added either way round.
-    __device__ __forceinline__ void add_sums(int num_sums, int place_of_own) {
+    __device__ __forceinline__ void add_sums(int num_sums, int num_before_own) {
         uint4 own[kVectors];
 #pragma unroll
         for (int v = 0; v < kVectors; ++v) own[v] = V::pack(sum_[v]);
-        const bool own_first = place_of_own == 0 || place_of_own == 1;
+        const bool own_first = num_before_own == 0 || num_before_own == 1;
         if (own_first) begin_with(own, 1.f);
         if (!own_first) begin_with_term();
         for (int i = own_first ? 0 : 1; i < num_sums; ++i) {
-            if (!own_first && i == place_of_own) add(own, 1.f);
+            if (!own_first && i == num_before_own) add(own, 1.f);
             add_term();
         }
-        if (!own_first && num_sums == place_of_own) add(own, 1.f);
+        if (!own_first && num_sums == num_before_own) add(own, 1.f);
     }
 
     // The slot of the last one is kept, for its header.

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "device/warp.cuh"
+#include "layout/handle_layout.h"
 
 namespace hybrid_ep::device {
 
@@ -42,6 +43,14 @@ class Takes {
     uint32_t* taken_;
     int num_items_, num_takers_, least_, most_;
     int first_ = 0, count_;  // of the answer, in lane 0
+};
+
+// A copy, as a lane of a walk has taken it.
+struct TakenCopy {
+    bool valid;  // else there is none for the lane
+    int source;  // rank that the copy came from
+    layout::Copy copy;
+    const int32_t* rows;  // [copy.num_rows]
 };
 
 }  // namespace hybrid_ep::device

@@ -113,7 +113,7 @@ __device__ inline uint64_t announcement_behind_route(const int32_t* words, uint3
                                 signature);
 }
 
-// One thread of the kernel that begins a route: its announcement, which the layout keeps.
+// One thread: its announcement, which the layout keeps.
 __device__ inline uint64_t begin_route(const Context& c, int32_t* words, int num_tokens,
                                        uint64_t epoch) {
     const uint64_t verb = current_verb(c.watch.state);
@@ -122,6 +122,16 @@ __device__ inline uint64_t begin_route(const Context& c, int32_t* words, int num
     words[layout::HandleLayout::kRouteNumber] = int32_t(route);
     words[layout::HandleLayout::kRouteVerb] = int32_t(verb);
     return layout::announcement(verb, route, int(Phase::kRoute), c.buffer.topk);
+}
+
+// The warp that begins a route: tells the ranks of my node; returns the announcement.
+__device__ inline uint64_t announce_route(const Context& c, int32_t* words, int num_tokens,
+                                          uint64_t epoch) {
+    uint64_t mine = 0;
+    if (lane_id() == 0) mine = begin_route(c, words, num_tokens, epoch);
+    mine = __shfl_sync(kAllLanes, mine, 0);
+    announce(c, Phase::kRoute, mine, lane_id(), kWarp);
+    return mine;
 }
 
 }  // namespace hybrid_ep::kernels

@@ -6,20 +6,25 @@
 
 namespace hybrid_ep::kernels::several_nodes {
 
+struct GiveUpParams {
+    NodesContext context;
+    uint64_t reason;  // of errors.py
+};
+
 // One thread.
 template <typename Network>
 __global__ void give_up(const __grid_constant__ GiveUpParams p) {
     const NodesContext& c = p.context;
     const Network network(c);
-    uint64_t* word = c.flag_at(c.nodes.world.gave_up(c.world.rank));
+    uint64_t* word = c.flag_at(c.nodes.buffer.gave_up(c.world.rank));
     for (int node = 0; node < c.nodes.num_nodes; ++node) {
         if (node != c.node) network.signal({word, p.reason}, c.rail_peer(node));
     }
 }
 
 template <typename Network>
-void launch_give_up(const GiveUpParams& p, cudaStream_t stream) {
-    launch(give_up<Network>, p, 1, 1, 0, stream);
+void launch_give_up(const NodesContext& context, const uint64_t& reason, cudaStream_t stream) {
+    launch(give_up<Network>, {context, reason}, 1, 1, 0, stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

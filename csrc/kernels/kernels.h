@@ -1,4 +1,5 @@
-// What the host runtime launches. Parameters travel by value; sizes are run-time values.
+// What the host runtime launches. Parameters travel by value; sizes are run-time values. The
+// launch_* are those of one node; of the kernels here assign_rows alone serves several nodes too.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -7,6 +8,7 @@
 #include "layout/context.h"
 #include "layout/record_layout.h"
 #include "layout/ring_shape.h"
+#include "network/context.h"
 
 namespace hybrid_ep::kernels {
 
@@ -32,8 +34,8 @@ void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);
 // How rows are published: those of the tokens before `begin` by SMs, the others by the copy engine.
 // Those before token end[i] are in the outbox once flag i of DeviceState::rows_copied is that of
 // the call. Begin and ends are multiples of a parcel, or the number of tokens.
-struct CopySteps {
-    static constexpr int kMost = DeviceState::kCopySteps;
+struct EngineSteps {
+    static constexpr int kMost = DeviceState::kEngineSteps;
     int begin = 0;
     int count = 0;
     int end[kMost] = {};
@@ -46,7 +48,7 @@ struct DispatchParams {
     layout::RecordLayout record;
     int first_parcel, end_parcel;
     bool pulls;
-    CopySteps copied;
+    EngineSteps copied;
     bool behind_routing;  // the kernel before is assign_rows, of the same call
     Sent sent;
     Received received;  // where it pulls
@@ -74,5 +76,21 @@ struct CopyPeerParams {
     layout::RingShape ring;
 };
 void launch_copy_peer(const CopyPeerParams& p, cudaStream_t stream);
+
+// Which kernels a runtime launches: those of one node, or of several nodes over a network
+// (several_nodes.h), which need the whole context.
+struct Launchers {
+    template <typename Params>
+    using With = void (*)(const NodesContext& context, const Params& p, cudaStream_t stream);
+
+    With<PublishRoutingParams> publish_routing;
+    With<AssignRowsParams> assign_rows;
+    With<DispatchParams> dispatch;
+    With<CombineParams> combine;
+    With<uint64_t> give_up;  // the reason, for rail peers; null where there are none
+    void (*copy_peer)(const CopyPeerParams& p, cudaStream_t stream);  // or null
+    bool routing_ends_in_assign_rows;  // so a dispatch may be behind_routing
+    int least_dispatch_blocks, least_combine_blocks;
+};
 
 }  // namespace hybrid_ep::kernels

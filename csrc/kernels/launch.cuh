@@ -38,9 +38,10 @@ void allow_shared_memory(void (*kernel)(Params), int wanted) {
     given = most;
 }
 
+// Params are those of the kernel, so that braces will do for `p`.
 template <typename Params>
-void launch(void (*kernel)(Params), const Params& p, int blocks, int threads, int smem_bytes,
-            cudaStream_t stream) {
+void launch(void (*kernel)(Params), const std::decay_t<Params>& p, int blocks, int threads,
+            int smem_bytes, cudaStream_t stream) {
     allow_shared_memory(kernel, smem_bytes);
     kernel<<<blocks, threads, smem_bytes, stream>>>(p);
     check_cuda(cudaGetLastError(), "kernel launch");

@@ -7,9 +7,13 @@
 
 namespace hybrid_ep::kernels::several_nodes {
 
-template void launch_publish_routing<LoopbackNetwork>(const PublishRoutingParams&, cudaStream_t);
-template void launch_dispatch<LoopbackNetwork>(const DispatchParams&, cudaStream_t);
-template void launch_combine<LoopbackNetwork>(const CombineParams&, cudaStream_t);
-template void launch_give_up<LoopbackNetwork>(const GiveUpParams&, cudaStream_t);
+template void launch_publish_routing<LoopbackNetwork>(const NodesContext&,
+                                                      const kernels::PublishRoutingParams&,
+                                                      cudaStream_t);
+template void launch_dispatch<LoopbackNetwork>(const NodesContext&, const kernels::DispatchParams&,
+                                               cudaStream_t);
+template void launch_combine<LoopbackNetwork>(const NodesContext&, const kernels::CombineParams&,
+                                              cudaStream_t);
+template void launch_give_up<LoopbackNetwork>(const NodesContext&, const uint64_t&, cudaStream_t);
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -1,4 +1,4 @@
-// What the host runtime of several nodes launches. Parameters travel by value.
+// The launchers of several nodes, one set for each network.
 #pragma once
 
 #include "kernels/kernels.h"
@@ -13,59 +13,38 @@ class LoopbackNetwork;
 
 namespace hybrid_ep::kernels::several_nodes {
 
-struct PublishRoutingParams {
-    NodesContext context;
-    Choices choices;
-    int num_blocks;
-    int32_t* words;  // the layout being made
-};
-
-// After assign_rows of the same call: what later calls with this handle must know of the routing.
-struct KeepRoutingParams {
-    NodesContext context;
-    int32_t* words;
-};
-void launch_keep_routing(const KeepRoutingParams& p, cudaStream_t stream);
-
-struct DispatchParams {
-    NodesContext context;
-    kernels::DispatchParams dispatch;  // as on one node; its blocks come behind those that send
-    int num_send_blocks;               // 0 where it does not pull
-};
-
-struct CombineParams {
-    NodesContext context;
-    Summed summed;
-    int num_push_blocks, num_forward_blocks, num_home_blocks;
-    layout::SliceLayout slices;
-    layout::RingShape ring;  // of layout::kSumRings
-};
-
-struct GiveUpParams {
-    NodesContext context;
-    uint64_t reason;  // of errors.py
-};
-
 // Of the kernels that use a network; instantiated in kernels/nvshmem/ and kernels/loopback.cu.
 template <typename Network>
-void launch_publish_routing(const PublishRoutingParams& p, cudaStream_t stream);
+void launch_publish_routing(const NodesContext& context, const kernels::PublishRoutingParams& p,
+                            cudaStream_t stream);
 template <typename Network>
-void launch_dispatch(const DispatchParams& p, cudaStream_t stream);
+void launch_dispatch(const NodesContext& context, const kernels::DispatchParams& p,
+                     cudaStream_t stream);
 template <typename Network>
-void launch_combine(const CombineParams& p, cudaStream_t stream);
+void launch_combine(const NodesContext& context, const kernels::CombineParams& p,
+                    cudaStream_t stream);
 template <typename Network>
-void launch_give_up(const GiveUpParams& p, cudaStream_t stream);
+void launch_give_up(const NodesContext& context, const uint64_t& reason, cudaStream_t stream);
 
-// One set of them for each network.
-struct Launchers {
-    void (*publish_routing)(const PublishRoutingParams& p, cudaStream_t stream);
-    void (*dispatch)(const DispatchParams& p, cudaStream_t stream);
-    void (*combine)(const CombineParams& p, cudaStream_t stream);
-    void (*give_up)(const GiveUpParams& p, cudaStream_t stream);
-};
+// assign_rows of one node, and what keeps its routing.
+void launch_assign_rows(const NodesContext& context, const AssignRowsParams& p,
+                        cudaStream_t stream);
+
+// A block of dispatch sends or pulls; one of combine pushes, forwards or adds at home.
+constexpr int kDispatchRoles = 2, kCombineRoles = 3;
+
 template <typename Network>
-constexpr Launchers kLaunchersOver{launch_publish_routing<Network>, launch_dispatch<Network>,
-                                   launch_combine<Network>, launch_give_up<Network>};
+constexpr Launchers kLaunchersOver{
+    launch_publish_routing<Network>,
+    launch_assign_rows,
+    launch_dispatch<Network>,
+    launch_combine<Network>,
+    launch_give_up<Network>,
+    /*copy_peer*/ nullptr,
+    /*routing_ends_in_assign_rows*/ false,
+    /*least_dispatch_blocks*/ kDispatchRoles,
+    /*least_combine_blocks*/ kCombineRoles,
+};
 
 // Waits until everything that this rank's kernels have put or signalled through NVSHMEM has
 // arrived, on all queues; no kernel may be putting meanwhile.

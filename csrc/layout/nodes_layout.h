@@ -4,7 +4,7 @@
 // network with each other. Tokens and sums pass through windows, whose slots hold a chunk of tokens
 // each; a slot is used again when its readers are done, so the windows do not grow with T.
 //
-//   world         outbox, routing inbox and its flags, as of one node of all ranks
+//   buffer         outbox, routing inbox and its flags, as of one node of all ranks
 //   relay window  node, slot, token           records that a rail peer sent; my node pulls them
 //   push window   slot, token, local rank     sums of my node's ranks for a rail peer, or for me
 //   push values   slot, token, place          gradients of weights, beside them
@@ -28,7 +28,7 @@ constexpr int kOwnWindows = 4;  // times as many slots for sums that stay in the
 
 // What a flag says of a slot. There is one for each reader of kReads, for each owner of kPassedOn,
 // else one.
-enum class Slot : int {
+enum class SlotFlag : int {
     kArrived = 0,   // relay window: by the rail peer, for its owner alone
     kReads = 1,     // relay window: counts the records that a reader of my node has read
     kCredit = 2,    // the rail peer's relay window is free again: by the rail peer
@@ -51,7 +51,7 @@ struct PushSlot {
 };
 
 struct NodesLayout {
-    BufferLayout world;
+    BufferLayout buffer;
     int num_nodes, ranks_per_node;
     int chunk_tokens, num_chunks;  // of a call
     int window;                    // slots between two rail peers
@@ -65,8 +65,8 @@ struct NodesLayout {
                             int topk, int row_capacity, int sum_row_bytes, int chunk_tokens,
                             int window) {
         NodesLayout l{};
-        l.world = BufferLayout::make(num_nodes * ranks_per_node, num_experts, max_tokens, topk,
-                                     row_capacity, 0);
+        l.buffer = BufferLayout::make(num_nodes * ranks_per_node, num_experts, max_tokens, topk,
+                                      row_capacity, 0);
         l.num_nodes = num_nodes;
         l.ranks_per_node = ranks_per_node;
         l.chunk_tokens = chunk_tokens;
@@ -78,20 +78,20 @@ struct NodesLayout {
         l.push_row_bytes = round_up(sum_row_bytes, kBulkAlign);
         l.sum_record_bytes = round_up(sum_row_bytes + round_up(topk * 4, kBulkAlign), 128);
 
-        int64_t end = l.world.total_bytes;
+        int64_t end = l.buffer.total_bytes;
         auto region = [&end](int64_t bytes) {
             int64_t begin = end;
             end = round_up<int64_t>(begin + bytes, 128);
             return begin;
         };
         const int64_t tokens = int64_t(num_nodes) * l.window * chunk_tokens;
-        l.relay_offset = region(tokens * l.world.record_bytes);
+        l.relay_offset = region(tokens * l.buffer.record_bytes);
         const int64_t pushed = int64_t(l.num_push_slots()) * chunk_tokens;
         l.push_offset = region(pushed * ranks_per_node * l.push_row_bytes);
         l.push_values_offset = region(pushed * topk * 4);
         l.outgoing_offset = region(tokens * l.sum_record_bytes);
         l.home_offset = region(tokens * l.sum_record_bytes);
-        l.slots_offset = region(l.flag_of(Slot::kNumKinds, 0, 0, 0));
+        l.slots_offset = region(l.flag_of(SlotFlag::kNumKinds, 0, 0, 0));
         l.push_free_offset = region(int64_t(l.num_push_slots()) * 8);
         l.pushed_offset = region(int64_t(num_nodes) * max_tokens * ranks_per_node * 8);
         l.summed_offset = region(int64_t(num_nodes) * max_tokens * 8);
@@ -116,10 +116,10 @@ struct NodesLayout {
         return at.use == 0 ? 0 : (at.use - 1) / uses_of_call(at.slot, slots) + 1;
     }
 
-    // ---- rows: `token` is the place within the chunk
+    // ---- rows: `token` is the index within the chunk
 
     HYBRID_EP_HD int64_t relay_record(int node, int slot, int token) const {
-        return relay_offset + entry(node, slot, token) * world.record_bytes;
+        return relay_offset + entry(node, slot, token) * buffer.record_bytes;
     }
     // A slot is where it is whatever the rows of a call: its neighbours may hold those of another.
     HYBRID_EP_HD int64_t pushed_sum(const PushSlot& slot, int token, int local_rank) const {
@@ -128,7 +128,7 @@ struct NodesLayout {
                    push_row_bytes;
     }
     HYBRID_EP_HD int64_t pushed_values(const PushSlot& slot, int token) const {
-        return push_values_offset + (int64_t(slot.index) * chunk_tokens + token) * world.topk * 4;
+        return push_values_offset + (int64_t(slot.index) * chunk_tokens + token) * buffer.topk * 4;
     }
     HYBRID_EP_HD int64_t outgoing_sum(int node, int slot, int token) const {
         return outgoing_offset + entry(node, slot, token) * sum_record_bytes;
@@ -139,7 +139,7 @@ struct NodesLayout {
 
     // ---- flags
 
-    HYBRID_EP_HD int64_t flag(Slot kind, int node, int slot, int local_rank = 0) const {
+    HYBRID_EP_HD int64_t flag(SlotFlag kind, int node, int slot, int local_rank = 0) const {
         return slots_offset + flag_of(kind, node, slot, local_rank);
     }
     // Which use of the slot has ended: by its owner, pushers look at it.
@@ -149,11 +149,11 @@ struct NodesLayout {
     // That a rank of my node has pushed its sum of a token of the rail peer.
     HYBRID_EP_HD int64_t pushed_flag(int node, int64_t token, int local_rank) const {
         return pushed_offset +
-               ((node * int64_t(world.max_tokens) + token) * ranks_per_node + local_rank) * 8;
+               ((node * int64_t(buffer.max_tokens) + token) * ranks_per_node + local_rank) * 8;
     }
     // That the sum of another node for my token has come.
     HYBRID_EP_HD int64_t summed_flag(int node, int64_t token) const {
-        return summed_offset + (node * int64_t(world.max_tokens) + token) * 8;
+        return summed_offset + (node * int64_t(buffer.max_tokens) + token) * 8;
     }
     // By a block of the rail peer's routing kernel, for every other call: those of two calls in
     // succession may be under way at once (invariant "one use under way").
@@ -180,7 +180,7 @@ struct NodesLayout {
     HYBRID_EP_HD int64_t rail_flag(int node, int nth) const {
         return rails_offset + (int64_t(node) * kRailFlags + nth) * 8;
     }
-    HYBRID_EP_HD int64_t flag_of(Slot kind, int node, int slot, int local_rank) const {
+    HYBRID_EP_HD int64_t flag_of(SlotFlag kind, int node, int slot, int local_rank) const {
         return (((int64_t(kind) * num_nodes + node) * window + slot) * ranks_per_node +
                 local_rank) *
                8;

@@ -44,7 +44,7 @@ constexpr uint64_t kFlagStep = 1ull << 16;   // adds one to the number in a flag
 
 // In device memory. The call counters live here, so that a replayed CUDA graph counts on.
 struct DeviceState {
-    static constexpr int kCopySteps = 16;
+    static constexpr int kEngineSteps = 16;
 
     uint64_t epoch[3];         // calls finished, by phase; their sum is the number of verbs
     uint64_t announcement[3];  // of the latest call of a phase
@@ -58,7 +58,7 @@ struct DeviceState {
     // that one zeroes them: it takes parcels while the route before it ends.
     uint32_t parcels_taken[2];
     uint32_t faulted;
-    uint64_t rows_copied[kCopySteps];  // flags that the copy engine raises in a dispatch
+    uint64_t rows_copied[kEngineSteps];  // flags that the copy engine raises in a dispatch
 };
 
 // What a block was doing; the names are those of hybrid_ep/backends/trace.py.

@@ -62,17 +62,17 @@ void free_unread_parts() {
     cudaGetLastError();
 }
 
-PeerMemory::PeerMemory(int rank, const layout::BufferLayout& layout)
-    : rank_(rank), layout_(layout), theirs_(layout.num_ranks) {
+PeerMemory::PeerMemory(int rank, int num_ranks, int64_t bytes)
+    : rank_(rank), num_ranks_(num_ranks), theirs_(num_ranks) {
     free_unread_parts();
     void* mine = nullptr;
-    const int64_t bytes = std::max(layout.total_bytes, kLeastBytes);
+    bytes = std::max(bytes, kLeastBytes);
     std::string what = "allocation of " + std::to_string(bytes) + " bytes of symmetric memory";
     check_cuda(cudaMalloc(&mine, bytes), what.c_str());
     peers_.base[rank] = static_cast<char*>(mine);
     try {
         check_cuda(cudaMemset(mine, 0, bytes), "zeroing symmetric memory");
-        marks_ = take_marks(layout.num_ranks);
+        marks_ = take_marks(num_ranks);
         check_cuda(cudaDeviceSynchronize(), "zeroing symmetric memory");
     } catch (...) {
         free_now();
@@ -91,13 +91,13 @@ std::string PeerMemory::handle() {
 }
 
 void PeerMemory::open(const std::vector<std::string>& handles) {
-    std::vector<Export> exports(layout_.num_ranks);
-    for (int peer = 0; peer < layout_.num_ranks; ++peer) {
+    std::vector<Export> exports(num_ranks_);
+    for (int peer = 0; peer < num_ranks_; ++peer) {
         std::memcpy(&exports[peer], handles.at(peer).data(),
                     std::min(sizeof(Export), handles.at(peer).size()));
         processes_.push_back(exports[peer].process);
     }
-    for (int peer = 0; peer < layout_.num_ranks; ++peer) {
+    for (int peer = 0; peer < num_ranks_; ++peer) {
         if (peer == rank_) continue;
         const std::string whose = "mapping of rank " + std::to_string(peer) + "'s ";
         void *marks = nullptr, *theirs = nullptr;
@@ -115,7 +115,7 @@ void PeerMemory::open(const std::vector<std::string>& handles) {
 // Errors are not for a destructor to raise; a peer or CUDA itself may be gone.
 void PeerMemory::unmap_peers() {
     const uint64_t mark = 1;
-    for (int peer = 0; peer < layout_.num_ranks; ++peer) {
+    for (int peer = 0; peer < num_ranks_; ++peer) {
         if (theirs_[peer].block == nullptr) continue;
         if (peers_.base[peer] != nullptr) cudaIpcCloseMemHandle(peers_.base[peer]);
         peers_.base[peer] = nullptr;
@@ -136,7 +136,7 @@ void PeerMemory::close() {
     if (!is_exported_) return free_now();
     int device = 0;
     cudaGetDevice(&device);
-    processes_.resize(layout_.num_ranks);
+    processes_.resize(num_ranks_);
     {
         std::lock_guard<std::mutex> lock(kept_mutex);
         kept_parts.push_back({device, rank_, peers_.base[rank_], marks_, processes_});

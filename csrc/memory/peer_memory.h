@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "layout/buffer_layout.h"
 #include "layout/runtime_state.h"
 #include "memory/closing_marks.h"
 #include "memory/process_identity.h"
@@ -22,7 +21,7 @@ namespace hybrid_ep::memory {
 // when a Buffer is made or closed, and by free_unread_parts().
 class PeerMemory {
   public:
-    PeerMemory(int rank, const layout::BufferLayout& layout);
+    PeerMemory(int rank, int num_ranks, int64_t bytes);
     ~PeerMemory() { close(); }
     PeerMemory(const PeerMemory&) = delete;
     PeerMemory& operator=(const PeerMemory&) = delete;
@@ -39,11 +38,9 @@ class PeerMemory {
     void free_now();
 
     const Peers& peers() const { return peers_; }
-    char* mine() const { return peers_.base[rank_]; }
 
   private:
-    int rank_;
-    layout::BufferLayout layout_;
+    int rank_, num_ranks_;
     bool is_exported_ = false;
     Peers peers_{};
     MarkSlot marks_{};  // mine, in which peers leave theirs

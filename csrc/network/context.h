@@ -10,7 +10,7 @@ namespace hybrid_ep {
 // What a put does to a flag of the peer once its bytes are there. Puts are not ordered among each
 // other: whoever waits for several of them waits for a flag that each adds to.
 struct Signal {
-    uint64_t* flag;  // named by its place in my memory
+    uint64_t* flag;  // named by its address in my memory
     uint64_t value;
     bool adds;  // to the flag; else sets it
 };

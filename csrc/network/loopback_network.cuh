@@ -49,9 +49,9 @@ class LoopbackNetwork {
     __device__ bool is_delayed() const { return context_.queue.puts != nullptr; }
 
     // The peer is on my rail, so its node tells it apart.
-    __device__ char* theirs(const void* place, int rank) const {
+    __device__ char* theirs(const void* address, int rank) const {
         return context_.rails.base[rank / context_.nodes.ranks_per_node] +
-               (static_cast<const char*>(place) - context_.mine());
+               (static_cast<const char*>(address) - context_.mine());
     }
 
     // One thread, for a warp or block that has met since it wrote the bytes.

@@ -2,7 +2,8 @@
 // thread, or where the peer's memory is mapped by stores. Only its public device API is used.
 //
 // The verbs are those that the kernels of several nodes (kernels/*/several_nodes.cuh) ask of a type
-// Network. A place in a peer's memory is named by the same place in mine, a peer by its rank.
+// Network. An address in a peer's memory is named by that of the same offset in mine, a peer by
+// its rank.
 #pragma once
 
 #include <nvshmem.h>
@@ -17,9 +18,9 @@ class NvshmemNetwork {
     __device__ explicit NvshmemNetwork(const NodesContext& context)
         : uses_mapped_(context.uses_mapped) {}
 
-    // Where a place of a peer's memory is in mine; null where only the network gets there.
-    __device__ void* mapped(void* place, int rank) const {
-        return uses_mapped_ ? nvshmem_ptr(place, rank) : nullptr;
+    // Where an address of a peer's memory is mapped; null where only the network gets there.
+    __device__ void* mapped(void* address, int rank) const {
+        return uses_mapped_ ? nvshmem_ptr(address, rank) : nullptr;
     }
 
     // The whole block or warp. Returns before the bytes have arrived; `from` is symmetric memory

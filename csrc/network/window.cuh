@@ -1,8 +1,8 @@
 // Waiting in order, between ranks of several nodes: for slots of windows to be full or free, and
 // for what single tokens need.
 //
-// Whoever waits for what a peer can only give once others have given theirs waits longer, and looks
-// whether that peer has given up: so the rank that everybody waits for is named by everybody.
+// A wait for what a peer can only give once others have given theirs is longer, and looks whether
+// that peer has given up: so all ranks name the rank that all of them wait for.
 #pragma once
 
 #include "device/flag.cuh"
@@ -12,15 +12,15 @@
 namespace hybrid_ep::network {
 
 using namespace device;
-using layout::Slot;
+using layout::SlotFlag;
 
 __device__ __forceinline__ bool has_reached(const uint64_t* flag, uint64_t count) {
     return (ptx::load_acquire(flag) >> 16) >= count;
 }
 
-// How long: for what a peer owes by itself, or for what it can only give once others have given
-// theirs.
-enum class Patience : int {  // halves of the deadline
+// For what a peer gives by itself, or for what it can only give once others have given theirs: in
+// halves of the Buffer's timeout.
+enum class Timeout : int {
     kForPeer = 2,
     kForOthers = 3,
     kForPassedOn = 4,  // by a rank that waits for others
@@ -36,7 +36,7 @@ struct Wait {
     Phase phase;
     int peer;
     uint64_t call;
-    Patience patience;
+    Timeout timeout;
     const uint64_t* verdict;  // whom the peer waited for in vain; null: it waits for nobody
 
     static constexpr int kCalls = 0, kReads = -1, kEveryOtherCall = -2;
@@ -75,7 +75,7 @@ class Deadline {
             return false;
         }
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
-        const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.patience);
+        const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.timeout);
         if (verdict == 0 && !too_late) return true;
         const int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
         const FaultKind kind = verdict != 0 ? FaultKind::kAwaitedInVain : FaultKind::kTimeout;
@@ -114,7 +114,7 @@ template <typename Network>
 __device__ void announce_to_rail(const NodesContext& context, const Network& network,
                                  uint64_t announcement) {
     const int64_t mine =
-        context.nodes.world.announced(context.world.rank, layout::verb_of(announcement));
+        context.nodes.buffer.announced(context.world.rank, layout::verb_of(announcement));
     for (int node = lane_id(); node < context.nodes.num_nodes; node += kWarp) {
         if (node == context.node) continue;
         network.signal({context.flag_at(mine), announcement}, context.rail_peer(node));

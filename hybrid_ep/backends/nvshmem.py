@@ -222,7 +222,7 @@ class NvshmemBackend(kernels.KernelBackend):
         self._end.detach()
         self._ends_with(functools.partial(_give_back, self._runtime, number, address))
         try:
-            self._runtime.attach(self._map_node(address), [])
+            self._runtime.attach(self._map_node(address))
         except RuntimeError as error:
             failure = str(error)
         self._raise_together(buffer.gather(failure))

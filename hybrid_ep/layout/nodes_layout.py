@@ -7,7 +7,7 @@ from hybrid_ep.layout.handle_layout import handle_bytes
 from hybrid_ep.layout.record_layout import record_bytes
 from hybrid_ep.limits import round_up
 
-# kNumKinds of Slot, and kOwnWindows, of csrc/layout/nodes_layout.h
+# kNumKinds of SlotFlag, and kOwnWindows, of csrc/layout/nodes_layout.h
 NUM_SLOT_FLAGS, OWN_WINDOWS = 6, 4
 
 

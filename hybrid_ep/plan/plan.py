@@ -312,7 +312,7 @@ def make_plan(
 def tokens_by_sms(num_sms: int, num_tokens: int) -> int:
     """How many tokens of a dispatch SMs publish, if the size is not exact and no graph holds it.
 
-    The copy engine publishes the others. ``tokens_by_sms`` of csrc/runtime.h is its twin.
+    The copy engine publishes the others. ``tokens_by_sms`` of csrc/copy_engine.h is its twin.
     """
     if num_sms > 32 or num_tokens < 2048:
         return num_tokens

@@ -56,7 +56,7 @@ class Fake:
         return SimpleNamespace(
             symmetric_bytes=config.symmetric_bytes,
             handle_words=64,
-            attach=lambda peers, rails: self.note(f"attach {peers}"),
+            attach=lambda peers: self.note(f"attach {peers}"),
             destroy=lambda: self.note("destroy"),
             fault=lambda: self.faulted,
             num_routes=lambda: 0,

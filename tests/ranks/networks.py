@@ -9,7 +9,6 @@ NVSHMEM, also where the SMs could write it.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -28,21 +27,13 @@ class LoopbackBackend(kernels.KernelBackend):
     delay_us = 0  # that puts wait for, at most
 
     def __init__(self, buffer: Buffer) -> None:
-        topology = buffer.topology
         self._remember(buffer)
         config = nvshmem.runtime_config(buffer, kernels.num_sms(buffer.device))
         self._runtime = nvshmem._nvshmem.Runtime(config, loopback=True)
-        self._memory = nvshmem._nvshmem.PeerMemory(config)
-        self._memory.open(buffer.gather(self._memory.handle()))
+        self._ends_with(self._runtime.destroy)
+        self._runtime.open_peers(buffer.gather(self._runtime.ipc_handle()))
         if self.delay_us > 0:
             self._runtime.delay_puts(self.delay_us)
-        first = topology.node * topology.ranks_per_node
-        rails = range(topology.local_rank, topology.num_ranks, topology.ranks_per_node)
-        self._runtime.attach(
-            [self._memory.address(first + peer) for peer in range(topology.ranks_per_node)],
-            [self._memory.address(rank) for rank in rails],
-        )
-        self._ends_with(functools.partial(_give_back, self._runtime, self._memory))
         buffer.gather(None)
         self.layout_size = self._runtime.handle_words
 
@@ -51,11 +42,6 @@ class LoopbackBackend(kernels.KernelBackend):
 
     def reclaim(self) -> None:
         pass
-
-
-def _give_back(runtime: Any, memory: Any) -> None:
-    runtime.destroy()
-    memory.close()
 
 
 @contextlib.contextmanager

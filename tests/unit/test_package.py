@@ -121,7 +121,10 @@ def test_every_build_refuses_what_breaks_a_layer(source, line, says, tmp_path):
         ("kernels/x.h", "runtime.h"),
         ("kernels/x.cuh", "kernels/dispatch/block.cuh"),
         ("kernels/combine/x.cuh", "kernels/dispatch/block.cuh"),
-        ("kernels/nvshmem/x.cu", "nodes_runtime.h"),
+        ("kernels/nvshmem/x.cu", "config.h"),
+        ("runtime.cpp", "bind_runtime.h"),
+        ("runtime.h", "kernels/dispatch/block.cuh"),
+        ("one_node.h", "device/flag.cuh"),
     ],
 )
 def test_every_build_refuses_an_include_against_the_layers(source, header, tmp_path):
@@ -135,6 +138,7 @@ def test_every_build_refuses_an_include_against_the_layers(source, header, tmp_p
         ("kernels/nvshmem/x.cu", '#include "kernels/dispatch/several_nodes.cuh"'),
         ("memory/x.cpp", '#include "check.h"'),
         ("runtime.cpp", '#include "kernels/kernels.h"'),
+        ("nvlink_bindings.cpp", '#include "one_node.h"'),
         ("device/x.cuh", 'asm volatile("");'),
         ("layout/x.h", '// as #include "runtime.h", or asm'),
         ("kernels/x.cu", "__global__ void copy(const __grid_constant__ Params p) {"),

@@ -48,7 +48,7 @@ static_assert(sizeof(CombineSmem) <= layout::kStaticSmemBytes);
 // says how many have been listed.
 class SumJobs {
   public:
-    struct Place {
+    struct Position {
         int ring, n;  // the n-th from now
     };
 
@@ -57,15 +57,15 @@ class SumJobs {
     __device__ explicit SumJobs(CombineSmem& smem) : smem_(smem) {}
 
     // For the rings in turn.
-    __device__ Place in_turn(int n) const { return {(turn_ + n) % kRings, n / kRings}; }
+    __device__ Position in_turn(int n) const { return {(turn_ + n) % kRings, n / kRings}; }
 
-    __device__ SumJob& begin(const Place& place) {
-        const int at = listed(place.ring) + place.n;
-        smem_.ring[place.ring].jobs.await_free(Turn::of(at, kSumJobs));
-        return smem_.ring[place.ring].job[at % kSumJobs];
+    __device__ SumJob& begin(const Position& at) {
+        const int job = listed(at.ring) + at.n;
+        smem_.ring[at.ring].jobs.await_free(Turn::of(job, kSumJobs));
+        return smem_.ring[at.ring].job[job % kSumJobs];
     }
-    __device__ void end(const Place& place) {
-        smem_.ring[place.ring].jobs.filled(Turn::of(listed(place.ring) + place.n, kSumJobs));
+    __device__ void end(const Position& at) {
+        smem_.ring[at.ring].jobs.filled(Turn::of(listed(at.ring) + at.n, kSumJobs));
     }
 
     __device__ void advance(int ring, int count) {
@@ -85,9 +85,9 @@ class SumJobs {
     __device__ void end_all() {
         __syncwarp();  // a job that was listed in vain may be written over
         if (lane_id() >= kRings) return;
-        const Place place{lane_id(), 0};
-        begin(place).sum.to = nullptr;
-        end(place);
+        const Position at{lane_id(), 0};
+        begin(at).sum.to = nullptr;
+        end(at);
     }
 
   private:

@@ -9,6 +9,14 @@ namespace hybrid_ep::kernels::several_nodes {
 
 using namespace network;
 
+struct CombineParams {
+    NodesContext context;
+    Summed summed;
+    int num_push_blocks, num_forward_blocks, num_home_blocks;
+    layout::SliceLayout slices;
+    layout::RingShape ring;  // of layout::kSumRings
+};
+
 // What a herald must know of a sum: whose token, and whether it is the chunk's last.
 struct Note {
     int owner;  // a rank, or its node, as the role has it
@@ -30,13 +38,13 @@ struct CombineCall {
     uint64_t call;
 
     __device__ layout::RecordLayout record() const {
-        return {p.summed.row_bytes, 0, p.summed.values != nullptr ? c.nodes.world.topk * 4 : 0,
+        return {p.summed.row_bytes, 0, p.summed.values != nullptr ? c.nodes.buffer.topk * 4 : 0,
                 int(p.summed.type)};
     }
     __device__ uint64_t value() const { return flag_value(call, record().signature()); }
     __device__ layout::SlotUse slot_use(int chunk) const { return c.nodes.slot_use(call, chunk); }
     __device__ int chunk_of(int token) const { return token / c.nodes.chunk_tokens; }
-    __device__ int place_of(int token) const { return token % c.nodes.chunk_tokens; }
+    __device__ int index_in_chunk(int token) const { return token % c.nodes.chunk_tokens; }
 
     __device__ layout::PushSlot push_slot(int node, int chunk) const {
         return c.push_slot(node, call, chunk);
@@ -45,8 +53,8 @@ struct CombineCall {
     // For a slot to be free: the use before has ended.
     __device__ Wait until_free(const uint64_t* flag, const layout::SlotUse& at, int window,
                                int peer) const {
-        return {flag, at.use - 1, kAnySignature,        window, at.slot, Phase::kCombine,
-                peer, call,       Patience::kForOthers, nullptr};
+        return {flag, at.use - 1, kAnySignature,       window, at.slot, Phase::kCombine,
+                peer, call,       Timeout::kForOthers, nullptr};
     }
     // In the memory of a rank of my node.
     __device__ Wait until_push_free(const layout::PushSlot& slot, int local_rank) const {
@@ -63,7 +71,7 @@ struct CombineCall {
                 Phase::kCombine,
                 c.rank_of(c.node, local_rank),
                 call,
-                Patience::kForPeer,
+                Timeout::kForPeer,
                 nullptr};
     }
     __device__ bool await_pushed(int node, int token, uint32_t local_ranks) const {
@@ -84,7 +92,7 @@ struct CombineCall {
                 Phase::kCombine,
                 c.rail_peer(node),
                 call,
-                Patience::kForOthers,
+                Timeout::kForOthers,
                 c.flag_at(c.nodes.verdict_flag(node))};
     }
     // Where the sums for the rail peer on `node` go: into its home window if that is mapped, else
@@ -96,7 +104,7 @@ struct CombineCall {
                                : c.at(c.nodes.outgoing_sum(node, slot, 0));
     }
     __device__ Wait until_home_free(int node, const layout::SlotUse& at) const {
-        return until_free(c.flag_at(c.nodes.flag(Slot::kHomeFree, node, at.slot)), at,
+        return until_free(c.flag_at(c.nodes.flag(SlotFlag::kHomeFree, node, at.slot)), at,
                           c.nodes.window, c.rail_peer(node));
     }
     // One thread: what was pushed into my slot has been added.
@@ -109,7 +117,7 @@ struct CombineCall {
         free_pushed(push_slot(c.node, chunk));
         const layout::SlotUse at = slot_use(chunk);
         const uint64_t used = flag_value(at.use, 0);
-        uint64_t* home_free = c.flag_at(c.nodes.flag(Slot::kHomeFree, c.node, at.slot));
+        uint64_t* home_free = c.flag_at(c.nodes.flag(SlotFlag::kHomeFree, c.node, at.slot));
         for (int node = 0; node < c.nodes.num_nodes; ++node) {
             if (node != c.node) network.signal({home_free, used}, c.rail_peer(node));
         }

@@ -51,7 +51,7 @@ class Forward {
         const auto& c = s_.c;
         const int token = chunk.n * c.nodes.chunk_tokens + lane_id();
         uint32_t readers = 0;
-        if (lane_id() < c.nodes.chunk_tokens && token < c.nodes.world.max_tokens) {
+        if (lane_id() < c.nodes.chunk_tokens && token < c.nodes.buffer.max_tokens) {
             readers = s_.readers(chunk.node, token);
         }
         const uint32_t tokens = __ballot_sync(kAllLanes, readers != 0);
@@ -92,7 +92,7 @@ class Forward {
             if (good) {
                 s_.free_pushed(pushed);
                 const layout::SlotUse home = s_.slot_use(chunk.n);
-                network_.signal({c.flag_at(c.nodes.flag(Slot::kNothing, c.node, home.slot)),
+                network_.signal({c.flag_at(c.nodes.flag(SlotFlag::kNothing, c.node, home.slot)),
                                  flag_value(home.use, s_.record().signature())},
                                 c.rail_peer(chunk.node));
             }
@@ -108,7 +108,7 @@ class Forward {
         auto* from = reinterpret_cast<const float*>(s_.c.at(l.pushed_values(pushed, lane_id())));
         auto* to = reinterpret_cast<float*>(sums + int64_t(lane_id()) * l.sum_record_bytes +
                                             s_.record().weights_offset());
-        for (int i = 0; i < l.world.topk; ++i) to[i] = from[i];
+        for (int i = 0; i < l.buffer.topk; ++i) to[i] = from[i];
     }
 
     // One lane: its token.
@@ -122,7 +122,8 @@ class Forward {
     // The whole warp: a sum that the adders have left here.
     __device__ void put(const Note& note) const {
         const auto& c = s_.c;
-        const int slot = s_.slot_use(s_.chunk_of(note.token)).slot, place = s_.place_of(note.token);
+        const int slot = s_.slot_use(s_.chunk_of(note.token)).slot,
+                  place = s_.index_in_chunk(note.token);
         network_.put_warp(c.at(c.nodes.home_sum(c.node, slot, place)),
                           c.at(c.nodes.outgoing_sum(note.owner, slot, place)), s_.record().bytes(),
                           c.rail_peer(note.owner),

@@ -79,8 +79,8 @@ class Home {
     };
     __device__ Experts experts(int token) const {
         const auto& l = s_.c.nodes;
-        return {s_.c.kept.experts_of(s_.p.summed.words, token), l.world.topk,
-                l.ranks_per_node * l.world.num_local_experts};
+        return {s_.c.kept.experts_of(s_.p.summed.words, token), l.buffer.topk,
+                l.ranks_per_node * l.buffer.num_local_experts};
     }
 
     // Until the other nodes' sums have come, or from each that nothing does.
@@ -96,9 +96,9 @@ class Home {
                 good = await(c, s_.until_sent(c.flag_at(c.nodes.summed_flag(node, token)), s_.call,
                                               Wait::kCalls, token, node));
             } else if (!something && lane_id() == 0) {
-                good =
-                    await(c, s_.until_sent(c.flag_at(c.nodes.flag(Slot::kNothing, node, at.slot)),
-                                           at.use, c.nodes.window, at.slot, node));
+                good = await(
+                    c, s_.until_sent(c.flag_at(c.nodes.flag(SlotFlag::kNothing, node, at.slot)),
+                                     at.use, c.nodes.window, at.slot, node));
             }
         }
         return all_lanes(good);
@@ -120,7 +120,7 @@ class Home {
         const auto& l = s_.c.nodes;
         const int slot = s_.slot_use(chunk).slot;
         const char* pushed = s_.c.at(l.pushed_values(s_.push_slot(s_.c.node, chunk), lane_id()));
-        const int topk = l.world.topk;
+        const int topk = l.buffer.topk;
         const Experts mine = experts(token);
         const layout::HandleView handle(s_.p.summed.words, s_.c.world.handle);
         for (int k = 0; k < topk; ++k) {
@@ -143,14 +143,14 @@ class Home {
         const auto& l = s_.c.nodes;
         job.sum.to = s_.p.summed.y + int64_t(token) * s_.p.summed.row_bytes;
         job.sum.num_rows = s_.set_pushed(job, s_.push_slot(s_.c.node, chunk), readers);
-        job.sum.place_of_own = -1;
+        job.sum.num_before_own = -1;
         int terms = job.sum.num_rows;
         Experts mine = experts(token);
         const int slot = s_.slot_use(chunk).slot;
         for (int node = 0; node < l.num_nodes; ++node) {
             if (!mine.any_of(node)) continue;
             if (node == s_.c.node) {
-                job.sum.place_of_own = terms - job.sum.num_rows;
+                job.sum.num_before_own = terms - job.sum.num_rows;
             } else {
                 s_.set_term(job, terms++, l.home_sum(node, slot, lane_id()));
             }

@@ -60,7 +60,7 @@ class Walker {
     }
 
     // One lane.
-    __device__ void list_push(const CopyWalk::Taken& mine, const SumJobs::Place& at) {
+    __device__ void list_push(const CopyWalk::Taken& mine, const SumJobs::Position& at) {
         const layout::Copy& copy = mine.copy;
         char* home = p_.context.peers.base[mine.source];
         send_values(copy, mine.rows, home);
@@ -82,7 +82,7 @@ class Walker {
             layout::Copy copy{};
             if (own >= 0) copy = handle_.copies[own];
             const bool mine = lane_id() < count;
-            const SumJobs::Place at = jobs_.in_turn(lane_id());
+            const SumJobs::Position at = jobs_.in_turn(lane_id());
             if (mine) list_home(token, own >= 0, copy, at);
             if (!await_sums(mine, token)) return false;
             if (mine && p_.summed.values != nullptr) take_values(token);
@@ -109,14 +109,14 @@ class Walker {
 
     // One lane; the job is not filled yet.
     __device__ void list_home(int64_t token, bool has_own, const layout::Copy& copy,
-                              const SumJobs::Place& at) {
+                              const SumJobs::Position& at) {
         const int32_t* rows = handle_.rows + copy.first_row;
         send_values(copy, rows, p_.context.mine());
         SumJob& job = jobs_.begin(at);
         job.sum.to = p_.summed.y + token * p_.summed.row_bytes;
         job.sum.note = 0;
         job.sum.num_sums = handle_.num_others[token];
-        job.sum.place_of_own = has_own ? copy.inbox_slot : -1;
+        job.sum.num_before_own = has_own ? copy.inbox_slot : -1;
         list_rows(job, copy.num_rows, rows);
         job.sums = p_.context.mine() + buffer_.inbox_row(token, 0, p_.summed.row_bytes);
         for (int i = 0; i < job.sum.num_sums; ++i) job.term[copy.num_rows + i] = i * row_units();

@@ -15,7 +15,7 @@ class Push {
     __device__ bool walk(SumJobs& jobs) const {
         const auto& c = s_.c;
         const layout::HandleView handle(s_.p.summed.words, c.world.handle);
-        ChunkWalk walk(handle, c.nodes.world.num_ranks, c.world.rank, c.nodes.chunk_tokens,
+        ChunkWalk walk(handle, c.nodes.buffer.num_ranks, c.world.rank, c.nodes.chunk_tokens,
                        c.nodes.num_chunks, &c.world.watch.state->steps_taken, s_.p.num_push_blocks,
                        kRings * SumJobs::kMostListed);
         ChunkWalk::Taken mine;
@@ -41,29 +41,29 @@ class Push {
 
   private:
     // Where a copy's sum goes: a slot of the peer on its home's rail.
-    struct Target {
+    struct PeerSlot {
         int peer;
         char* memory;  // of the peer
         layout::PushSlot at;
     };
-    __device__ Target slot_of(const ChunkWalk::Taken& mine) const {
+    __device__ PeerSlot slot_of(const ChunkWalk::Taken& mine) const {
         const auto& c = s_.c;
         const int node = mine.source / c.nodes.ranks_per_node,
                   peer = mine.source % c.nodes.ranks_per_node;
         return {peer, c.peer(peer), s_.push_slot(node, s_.chunk_of(mine.copy.token))};
     }
     __device__ Wait until_free(const ChunkWalk::Taken& mine) const {
-        const Target slot = slot_of(mine);
+        const PeerSlot slot = slot_of(mine);
         return s_.until_push_free(slot.at, slot.peer);
     }
 
     // The copies of these lanes.
     __device__ void list(SumJobs& jobs, const ChunkWalk::Taken& mine, uint32_t lanes) const {
         if (lanes >> lane_id() & 1) {
-            const SumJobs::Place place = jobs.in_turn(__popc(lanes & lanes_below()));
+            const SumJobs::Position at = jobs.in_turn(__popc(lanes & lanes_below()));
             send_values(mine);
-            set_sum(jobs.begin(place), mine);
-            jobs.end(place);
+            set_sum(jobs.begin(at), mine);
+            jobs.end(at);
         }
         jobs.advance_in_turn(__popc(lanes));
     }
@@ -72,9 +72,9 @@ class Push {
     __device__ void send_values(const ChunkWalk::Taken& mine) const {
         if (s_.p.summed.values == nullptr) return;
         const layout::Copy& copy = mine.copy;
-        const Target slot = slot_of(mine);
+        const PeerSlot slot = slot_of(mine);
         auto* values = reinterpret_cast<float*>(
-            slot.memory + s_.c.nodes.pushed_values(slot.at, s_.place_of(copy.token)));
+            slot.memory + s_.c.nodes.pushed_values(slot.at, s_.index_in_chunk(copy.token)));
         for (int i = 0; i < copy.num_places; ++i) {
             values[copy.first_place + i] =
                 i < copy.num_rows ? __ldg(&s_.p.summed.values[mine.rows[i]]) : 0.f;
@@ -84,9 +84,9 @@ class Push {
     __device__ void set_sum(SumJob& job, const ChunkWalk::Taken& mine) const {
         const auto& io = s_.p.summed;
         const layout::Copy& copy = mine.copy;
-        const Target slot = slot_of(mine);
-        job.sum.to =
-            slot.memory + s_.c.nodes.pushed_sum(slot.at, s_.place_of(copy.token), s_.c.local_rank);
+        const PeerSlot slot = slot_of(mine);
+        job.sum.to = slot.memory +
+                     s_.c.nodes.pushed_sum(slot.at, s_.index_in_chunk(copy.token), s_.c.local_rank);
         job.sum.note = Note{mine.source, copy.token, false}.packed();
         job.sum.num_rows = copy.num_rows;
         job.sum.num_sums = 0;

@@ -111,11 +111,15 @@ auto pick_combine(SumType type) {
 }
 
 template <typename Network>
-void launch_combine(const CombineParams& p, cudaStream_t stream) {
+void launch_combine(const NodesContext& context, const kernels::CombineParams& p,
+                    cudaStream_t stream) {
+    // pushing reads every row of the experts, the other roles sums of them
+    const int forward = context.nodes.num_nodes == 1 ? 0 : max(1, p.num_blocks / 5);
+    const int home = max(1, p.num_blocks / 3), push = p.num_blocks - forward - home;
     launch(p.summed.weights != nullptr ? pick_combine<true, Network>(p.summed.type)
                                        : pick_combine<false, Network>(p.summed.type),
-           p, p.num_push_blocks + p.num_forward_blocks + p.num_home_blocks, kCombineThreads,
-           layout::dynamic_smem_bytes(p.ring, kRings), stream);
+           {context, p.summed, push, forward, home, p.slices, p.ring}, p.num_blocks,
+           kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -220,10 +220,10 @@ __device__ inline void announce_parcels(const DispatchParams& p, PublishSmem& sm
     for (int announced = 0;;) {
         auto parcel = [&](int i) { return smem.parcel[(announced + i) % PublishSmem::kParcels]; };
         const Turn turn = Turn::of(announced, PublishSmem::kParcels);
-        ptx::mbarrier_wait(&smem.taken[turn.at], turn.parity);
+        ptx::mbarrier_wait(&smem.taken[turn.at], turn.parity);  // which one it is
         if (parcel(0) == PublishSmem::kEnd) break;
-        smem.parcels.await_filled(turn);
-        const bool good = copied.await(parcel(0));
+        smem.parcels.await_filled(turn);            // what the writers write of it
+        const bool good = copied.await(parcel(0));  // and the copy engine; else the call fails
         const int filled = smem.parcels.num_filled(announced, PublishSmem::kParcels);
         int ready = 1;
         while (ready < filled && (!good || parcel(ready) < copied.end_parcel())) ++ready;

@@ -19,6 +19,12 @@ namespace hybrid_ep::kernels::several_nodes {
 
 using namespace network;
 
+struct DispatchParams {
+    NodesContext context;
+    kernels::DispatchParams dispatch;  // as on one node; its blocks come behind those that send
+    int num_send_blocks;               // 0 where it does not pull
+};
+
 // Rows of a chunk on their way into the same places of the rail peer's slot, whose flag then has
 // reached `use`. Of a row, `row_bytes` matter.
 struct RowsOut {
@@ -157,12 +163,12 @@ class SendChunks {
         return chunk.chunk * c_.nodes.chunk_tokens + lane_id();
     }
     __device__ bool has_token(const RailChunk& chunk) const {
-        return lane_id() < c_.nodes.chunk_tokens && token_of(chunk) < c_.nodes.world.max_tokens;
+        return lane_id() < c_.nodes.chunk_tokens && token_of(chunk) < c_.nodes.buffer.max_tokens;
     }
 
     __device__ ChunkOut outgoing(int n) const {
         ChunkOut chunk{nth(n), 0};
-        const auto& b = c_.nodes.world;
+        const auto& b = c_.nodes.buffer;
         bool wanted = false;
         if (has_token(chunk)) {
             const int begin = c_.rank_of(chunk.node, 0) * b.num_local_experts,
@@ -189,7 +195,7 @@ class SendChunks {
     // ---- out
 
     __device__ Wait credit(const ChunkOut& out) const {
-        return {c_.flag_at(c_.nodes.flag(Slot::kCredit, out.node, out.at.slot)),
+        return {c_.flag_at(c_.nodes.flag(SlotFlag::kCredit, out.node, out.at.slot)),
                 out.at.use - 1,
                 kAnySignature,
                 c_.nodes.window,
@@ -197,7 +203,7 @@ class SendChunks {
                 Phase::kDispatch,
                 c_.rail_peer(out.node),
                 call_,
-                Patience::kForOthers,
+                Timeout::kForOthers,
                 c_.flag_at(c_.nodes.verdict_flag(out.node))};
     }
     __device__ bool all_reached(const Wait& wait) const {
@@ -216,14 +222,14 @@ class SendChunks {
         return published;
     }
     __device__ void send(const ChunkOut& out) {
-        const auto& b = c_.nodes.world;
+        const auto& b = c_.nodes.buffer;
         const auto& record = p_.dispatch.record;
         const RowsOut rows{out.tokens,
                            c_.at(c_.nodes.relay_record(c_.node, out.at.slot, 0)),
                            c_.at(b.record(call_, out.chunk * c_.nodes.chunk_tokens)),
                            b.record_bytes,
                            record.bytes(),
-                           c_.flag_at(c_.nodes.flag(Slot::kArrived, c_.node, out.at.slot)),
+                           c_.flag_at(c_.nodes.flag(SlotFlag::kArrived, c_.node, out.at.slot)),
                            out.at.use,
                            c_.rail_peer(out.node)};
         if (void* to = network_.mapped(rows.to, rows.rank)) {
@@ -237,7 +243,7 @@ class SendChunks {
     // ---- in
 
     __device__ Wait arrival(const RailChunk& in) const {
-        return {c_.flag_at(c_.nodes.flag(Slot::kArrived, in.node, in.at.slot)),
+        return {c_.flag_at(c_.nodes.flag(SlotFlag::kArrived, in.node, in.at.slot)),
                 in.at.use,
                 kAnySignature,
                 c_.nodes.window,
@@ -245,19 +251,19 @@ class SendChunks {
                 Phase::kDispatch,
                 c_.rail_peer(in.node),
                 call_,
-                Patience::kForOthers,
+                Timeout::kForOthers,
                 c_.flag_at(c_.nodes.verdict_flag(in.node))};
     }
     // Each lane, which has seen the arrival itself, to a reader: invariant "owner passes on".
     __device__ void pass_on(const RailChunk& in) const {
         if (lane_id() >= c_.nodes.ranks_per_node) return;
-        ptx::store_release(c_.peer_flag(lane_id(), c_.nodes.flag(Slot::kPassedOn, in.node,
+        ptx::store_release(c_.peer_flag(lane_id(), c_.nodes.flag(SlotFlag::kPassedOn, in.node,
                                                                  in.at.slot, c_.local_rank)),
                            flag_value(in.at.use, 0));
     }
 
     __device__ uint64_t* reads(const ChunkIn& in, int reader) const {
-        return c_.flag_at(c_.nodes.flag(Slot::kReads, in.node, in.at.slot, reader));
+        return c_.flag_at(c_.nodes.flag(SlotFlag::kReads, in.node, in.at.slot, reader));
     }
     // The first wait before the credit for a chunk; without a flag: there is none left.
     __device__ Wait first_read(const ChunkIn& in) const {
@@ -273,7 +279,7 @@ class SendChunks {
                 Phase::kDispatch,
                 c_.rank_of(c_.node, reader),
                 call_,
-                Patience::kForOthers,
+                Timeout::kForOthers,
                 nullptr};
     }
     // Invariant "one use under way": no rank counts reads between the last one of this use and the
@@ -283,7 +289,7 @@ class SendChunks {
         __threadfence_system();
         __syncwarp();
         if (lane_id() != 0) return;
-        network_.signal({c_.flag_at(c_.nodes.flag(Slot::kCredit, c_.node, in.at.slot)),
+        network_.signal({c_.flag_at(c_.nodes.flag(SlotFlag::kCredit, c_.node, in.at.slot)),
                          flag_value(in.at.use, 0)},
                         c_.rail_peer(in.node));
     }

@@ -29,7 +29,7 @@ class ChunkWalker {
           c_(p.context),
           smem_(smem),
           call_(call),
-          walk_(handle, c_.nodes.world.num_ranks, c_.world.rank, c_.nodes.chunk_tokens,
+          walk_(handle, c_.nodes.buffer.num_ranks, c_.world.rank, c_.nodes.chunk_tokens,
                 c_.nodes.num_chunks, &c_.world.watch.state->steps_taken, p_.num_blocks,
                 JobList::most_copies(p_)),
           jobs_(p_, handle, smem) {}
@@ -74,25 +74,25 @@ class ChunkWalker {
         wait.peer = mine.source;
         wait.call = call_;
         if (node == c_.node) {
-            wait.patience = Patience::kForPeer;
+            wait.timeout = Timeout::kForPeer;
             wait.channel = token / kParcelTokens;
             wait.flag = flag_in(p_, c_.local_rank, mine.source, wait.channel);
             wait.reached = call_;
             wait.window = Wait::kCalls;
-            found.record = c_.peer(peer) + nodes.world.record(call_, token);
+            found.record = c_.peer(peer) + nodes.buffer.record(call_, token);
         } else {
             const layout::SlotUse at = nodes.slot_use(call_, token / nodes.chunk_tokens);
             wait.channel = at.slot;
             wait.signature = kAnySignature;
-            wait.flag = c_.flag_at(nodes.flag(Slot::kPassedOn, node, at.slot, peer));
+            wait.flag = c_.flag_at(nodes.flag(SlotFlag::kPassedOn, node, at.slot, peer));
             wait.reached = at.use;
             wait.window = nodes.window;
-            wait.patience = Patience::kForPassedOn;
+            wait.timeout = Timeout::kForPassedOn;
             wait.verdict = c_.peer_flag(peer, nodes.verdict_flag(node));
             found.record =
                 c_.peer(peer) + nodes.relay_record(node, at.slot, token % nodes.chunk_tokens);
             found.reads =
-                c_.peer_flag(peer, nodes.flag(Slot::kReads, node, at.slot, c_.local_rank));
+                c_.peer_flag(peer, nodes.flag(SlotFlag::kReads, node, at.slot, c_.local_rank));
         }
     }
 
@@ -123,9 +123,10 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
 }
 
 template <typename Network>
-void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
-    launch(dispatch<Network>, p, p.dispatch.num_blocks + p.num_send_blocks, kDispatchThreads,
-           max(layout::dynamic_smem_bytes(p.dispatch.ring, 1), kSendSmemBytes), stream);
+void launch_dispatch(const NodesContext& context, const kernels::DispatchParams& p,
+                     cudaStream_t stream) {
+    launch(dispatch<Network>, {context, p, p.first_block}, p.first_block + p.num_blocks,
+           kDispatchThreads, max(layout::dynamic_smem_bytes(p.ring, 1), kSendSmemBytes), stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

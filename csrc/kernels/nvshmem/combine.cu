@@ -3,6 +3,7 @@
 
 namespace hybrid_ep::kernels::several_nodes {
 
-template void launch_combine<NvshmemNetwork>(const CombineParams&, cudaStream_t);
+template void launch_combine<NvshmemNetwork>(const NodesContext&, const kernels::CombineParams&,
+                                             cudaStream_t);
 
 }  // namespace hybrid_ep::kernels::several_nodes

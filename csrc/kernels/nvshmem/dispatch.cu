@@ -3,6 +3,7 @@
 
 namespace hybrid_ep::kernels::several_nodes {
 
-template void launch_dispatch<NvshmemNetwork>(const DispatchParams&, cudaStream_t);
+template void launch_dispatch<NvshmemNetwork>(const NodesContext&, const kernels::DispatchParams&,
+                                              cudaStream_t);
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -12,9 +12,14 @@ using layout::Phase;
 
 constexpr int kThreads = 256;
 
+struct KeepRoutingParams {
+    NodesContext context;
+    int32_t* words;
+};
+
 // One bit for each rank of my node that owns one of the token's experts.
 __device__ uint32_t readers_of(const NodesContext& c, const int16_t* experts) {
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     uint32_t readers = 0;
     for (int place = 0; place < b.topk && experts[place] >= 0; ++place) {
         const int local = experts[place] / b.num_local_experts - c.rank_of(c.node, 0);
@@ -27,7 +32,7 @@ __device__ uint32_t readers_of(const NodesContext& c, const int16_t* experts) {
 __global__ void __launch_bounds__(kThreads)
     keep_routing(const __grid_constant__ KeepRoutingParams p) {
     const NodesContext& c = p.context;
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     if (has_fault(c.world.watch.state)) return;
     const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute) - 1;  // just closed
     const int blocks_per_node = gridDim.x / c.nodes.num_nodes;
@@ -45,10 +50,12 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-void launch_keep_routing(const KeepRoutingParams& p, cudaStream_t stream) {
-    const auto& nodes = p.context.nodes;
-    const int blocks_per_node = layout::ceil_div(nodes.world.max_tokens, kThreads);
-    launch(keep_routing, p, blocks_per_node * nodes.num_nodes, kThreads, 0, stream);
+void launch_assign_rows(const NodesContext& context, const AssignRowsParams& p,
+                        cudaStream_t stream) {
+    kernels::launch_assign_rows(p, stream);
+    const int blocks_per_node = layout::ceil_div(context.nodes.buffer.max_tokens, kThreads);
+    const KeepRoutingParams keep{context, p.layout.words};
+    launch(keep_routing, keep, blocks_per_node * context.nodes.num_nodes, kThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -28,10 +28,7 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     ChunkSmem smem(dynamic_smem, b);
     const Stopwatch stopwatch(p.context.trace);
     if (blockIdx.x == 0 && warp_id() == 0) {
-        uint64_t mine = 0;
-        if (lane_id() == 0) mine = begin_route(p.context, p.words, p.choices.num_tokens, epoch);
-        mine = __shfl_sync(kAllLanes, mine, 0);
-        announce(p.context, Phase::kRoute, mine, lane_id(), kWarp);
+        announce_route(p.context, p.words, p.choices.num_tokens, epoch);
     }
 
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {

@@ -20,9 +20,16 @@ namespace hybrid_ep::kernels::several_nodes {
 using namespace network;
 using namespace routing;
 
+struct PublishRoutingParams {
+    NodesContext context;
+    Choices choices;
+    int num_blocks;
+    int32_t* words;  // the layout being made
+};
+
 // The whole block: sets the flag of `source` and this block in my node's ranks.
 __device__ inline void signal_node(const NodesContext& c, int source, uint64_t epoch) {
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     __syncthreads();
     for (int peer = threadIdx.x; peer < c.nodes.ranks_per_node; peer += kThreads) {
         ptx::store_release(c.peer_flag(peer, b.flag(Phase::kRoute, source, blockIdx.x)),
@@ -34,7 +41,7 @@ template <typename Network>
 __device__ void publish_chunk(const PublishRoutingParams& p, const Network& network,
                               const ChunkSmem& smem, int chunk, uint64_t epoch) {
     const NodesContext& c = p.context;
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     const kernels::PublishRoutingParams own{c.world, p.choices, p.num_blocks, p.words};
     clear_chunk(b, smem);
     sort_tokens(own, smem, chunk, epoch);
@@ -73,14 +80,14 @@ __device__ inline void count_chunk(const layout::BufferLayout& b, const ChunkSme
 __device__ inline bool relay_chunks(const PublishRoutingParams& p, const ChunkSmem& smem, int node,
                                     uint64_t epoch) {
     const NodesContext& c = p.context;
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     const int source = c.rail_peer(node);
     bool good = true;
     if (threadIdx.x == 0) {
         good =
             await(c, {c.flag_at(c.nodes.route_flag(node, blockIdx.x, epoch)),
                       c.every_other_route(epoch), kAnySignature, Wait::kEveryOtherCall,
-                      int(blockIdx.x), Phase::kRoute, source, epoch, Patience::kForPeer, nullptr});
+                      int(blockIdx.x), Phase::kRoute, source, epoch, Timeout::kForPeer, nullptr});
     }
     if (!__syncthreads_and(good)) return false;
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
@@ -99,23 +106,12 @@ __device__ inline bool relay_chunks(const PublishRoutingParams& p, const ChunkSm
 // The whole block: until my node's ranks have published theirs. assign_rows would wait for them
 // too, but also for what they pass on, and could then not tell which rank is missing.
 __device__ inline void await_node_routing(const NodesContext& c, uint64_t epoch) {
-    const auto& b = c.nodes.world;
+    const auto& b = c.nodes.buffer;
     for (int peer = threadIdx.x; peer < c.nodes.ranks_per_node; peer += kThreads) {
         const int source = c.rank_of(c.node, peer);
         wait_flag(c.flag_at(b.flag(Phase::kRoute, source, blockIdx.x)), epoch, b.topk & 0xFFFF,
                   c.world.watch, Phase::kRoute, source, blockIdx.x);
     }
-}
-
-// One warp.
-template <typename Network>
-__device__ void announce_route(const PublishRoutingParams& p, const Network& network,
-                               uint64_t epoch) {
-    uint64_t mine = 0;
-    if (lane_id() == 0) mine = begin_route(p.context.world, p.words, p.choices.num_tokens, epoch);
-    mine = __shfl_sync(kAllLanes, mine, 0);
-    announce(p.context.world, Phase::kRoute, mine, lane_id(), kWarp);
-    announce_to_rail(p.context, network, mine);
 }
 
 template <typename Network>
@@ -126,11 +122,13 @@ __global__ void __launch_bounds__(kThreads)
     if (__syncthreads_or(has_fault(c.world.watch.state))) return;
     const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute);
     const Network network(c);
-    const ChunkSmem smem(dynamic_smem, c.nodes.world);
+    const ChunkSmem smem(dynamic_smem, c.nodes.buffer);
     const Stopwatch publishing(c.world.trace);
-    if (blockIdx.x == 0 && warp_id() == 0) announce_route(p, network, epoch);
+    if (blockIdx.x == 0 && warp_id() == 0) {
+        announce_to_rail(c, network, announce_route(c.world, p.words, p.choices.num_tokens, epoch));
+    }
 
-    for (int chunk = blockIdx.x; chunk < c.nodes.world.num_chunks; chunk += gridDim.x) {
+    for (int chunk = blockIdx.x; chunk < c.nodes.buffer.num_chunks; chunk += gridDim.x) {
         publish_chunk(p, network, smem, chunk, epoch);
         __syncthreads();
     }
@@ -146,9 +144,10 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Network>
-void launch_publish_routing(const PublishRoutingParams& p, cudaStream_t stream) {
-    launch(publish_routing<Network>, p, p.num_blocks, kThreads,
-           ChunkSmem::bytes(p.context.nodes.world), stream);
+void launch_publish_routing(const NodesContext& context, const kernels::PublishRoutingParams& p,
+                            cudaStream_t stream) {
+    launch(publish_routing<Network>, {context, p.choices, p.num_blocks, p.words}, p.num_blocks,
+           kThreads, ChunkSmem::bytes(context.nodes.buffer), stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes
