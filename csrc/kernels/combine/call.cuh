@@ -50,11 +50,18 @@ struct CombineCall {
         return c.push_slot(node, call, chunk);
     }
 
+    // Uses of a slot are counted by flags of `window` such slots, see Wait.
+    __device__ Wait wait_for(const uint64_t* flag, uint64_t reached, uint32_t signature, int window,
+                             int channel, int peer, Timeout timeout,
+                             const uint64_t* verdict = nullptr) const {
+        return {flag, reached, signature, window, channel, Phase::kCombine,
+                peer, call,    timeout,   verdict};
+    }
     // For a slot to be free: the use before has ended.
     __device__ Wait until_free(const uint64_t* flag, const layout::SlotUse& at, int window,
                                int peer) const {
-        return {flag, at.use - 1, kAnySignature,       window, at.slot, Phase::kCombine,
-                peer, call,       Timeout::kForOthers, nullptr};
+        return wait_for(flag, at.use - 1, kAnySignature, window, at.slot, peer,
+                        Timeout::kForOthers);
     }
     // In the memory of a rank of my node.
     __device__ Wait until_push_free(const layout::PushSlot& slot, int local_rank) const {
@@ -63,16 +70,9 @@ struct CombineCall {
     }
     // For a rank of my node to have pushed its sum of a token of `node`.
     __device__ Wait until_pushed(int node, int token, int local_rank) const {
-        return {c.flag_at(c.nodes.pushed_flag(node, token, local_rank)),
-                call,
-                record().signature(),
-                Wait::kCalls,
-                token,
-                Phase::kCombine,
-                c.rank_of(c.node, local_rank),
-                call,
-                Timeout::kForPeer,
-                nullptr};
+        return wait_for(c.flag_at(c.nodes.pushed_flag(node, token, local_rank)), call,
+                        record().signature(), Wait::kCalls, token, c.rank_of(c.node, local_rank),
+                        Timeout::kForPeer);
     }
     __device__ bool await_pushed(int node, int token, uint32_t local_ranks) const {
         bool good = true;
@@ -84,16 +84,8 @@ struct CombineCall {
     // For what a rail peer sends me.
     __device__ Wait until_sent(const uint64_t* flag, uint64_t reached, int window, int channel,
                                int node) const {
-        return {flag,
-                reached,
-                record().signature(),
-                window,
-                channel,
-                Phase::kCombine,
-                c.rail_peer(node),
-                call,
-                Timeout::kForOthers,
-                c.flag_at(c.nodes.verdict_flag(node))};
+        return wait_for(flag, reached, record().signature(), window, channel, c.rail_peer(node),
+                        Timeout::kForOthers, c.flag_at(c.nodes.verdict_flag(node)));
     }
     // Where the sums for the rail peer on `node` go: into its home window if that is mapped, else
     // they stay here for the network.
@@ -142,5 +134,23 @@ struct CombineCall {
         return count;
     }
 };
+
+// The whole warp: the sums of those lanes that have a token, in this order, as jobs of one ring, as
+// many at a time as it has room for. A lane fills its job by `fill(job, is_last)`.
+template <typename Fill>
+__device__ __forceinline__ void list_sums(SumJobs& jobs, int ring, uint32_t tokens, Fill fill) {
+    for (uint32_t left = tokens; left != 0;) {
+        const int nth = __popc(left & lanes_below());
+        const bool now = left >> lane_id() & 1 && nth < SumJobs::kMostListed;
+        if (now) {
+            SumJob& job = jobs.begin({ring, nth});
+            fill(job, left >> lane_id() == 1);
+            jobs.end({ring, nth});
+        }
+        const uint32_t listed = __ballot_sync(kAllLanes, now);
+        jobs.advance(ring, __popc(listed));
+        left &= ~listed;
+    }
+}
 
 }  // namespace hybrid_ep::kernels::several_nodes

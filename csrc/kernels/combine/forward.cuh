@@ -1,5 +1,11 @@
 // A role of combine over several nodes: sums over my node go to the rail peers that are their
-// homes.
+// homes. Each chunk of each rail peer:
+//
+//   until the slot is free in its home window, and my node's ranks have pushed its tokens
+//   sum --> home window, then flag "summed" of the token
+//   behind the last sum, flag "push free" of my slot
+//
+// A chunk that no rank of my node has a copy of: until my push slot is free, then flag "nothing".
 #pragma once
 
 #include "kernels/combine/call.cuh"
@@ -65,19 +71,10 @@ class Forward {
 
         char* sums = s_.sums_for(network_, chunk.node, s_.slot_use(chunk.n).slot);
         if (readers != 0) forward_values(chunk, sums);
-        for (uint32_t left = tokens; left != 0;) {
-            const int nth = __popc(left & lanes_below());
-            const bool now = left >> lane_id() & 1 && nth < SumJobs::kMostListed;
-            if (now) {
-                SumJob& job = jobs.begin({chunk.ring, nth});
-                set_sum(job, chunk, sums, readers);
-                job.sum.note = Note{chunk.node, token, left >> lane_id() == 1}.packed();
-                jobs.end({chunk.ring, nth});
-            }
-            const uint32_t listed = __ballot_sync(kAllLanes, now);
-            jobs.advance(chunk.ring, __popc(listed));
-            left &= ~listed;
-        }
+        list_sums(jobs, chunk.ring, tokens, [&](SumJob& job, bool is_last) {
+            set_sum(job, chunk, sums, readers);
+            job.sum.note = Note{chunk.node, token, is_last}.packed();
+        });
         return true;
     }
 

@@ -1,4 +1,9 @@
-// A role of combine over several nodes: the sums for my tokens are added.
+// A role of combine over several nodes: the sums for my tokens are added. Each chunk of mine:
+//
+//   until each other node's sums are in my home window, or flag "nothing" of that node;
+//   until my node's ranks have pushed its tokens
+//   sums --> y
+//   behind the last sum, flags "push free" of my slot and "home free" in each rail peer
 #pragma once
 
 #include "device/take.cuh"
@@ -49,20 +54,10 @@ class Home {
             return true;
         }
         if (is_token && s_.p.summed.values != nullptr) take_values(token, chunk);
-        for (uint32_t left = tokens; left != 0;) {
-            const int nth = __popc(left & lanes_below());
-            const bool now = left >> lane_id() & 1 && nth < SumJobs::kMostListed;
-            if (now) {
-                SumJob& job = jobs.begin({ring, nth});
-                set_sum(job, token, chunk, readers);
-                const bool is_last = left >> lane_id() == 1;
-                job.sum.note = is_last ? Note{c.node, token, true}.packed() : 0;
-                jobs.end({ring, nth});
-            }
-            const uint32_t listed = __ballot_sync(kAllLanes, now);
-            jobs.advance(ring, __popc(listed));
-            left &= ~listed;
-        }
+        list_sums(jobs, ring, tokens, [&](SumJob& job, bool is_last) {
+            set_sum(job, token, chunk, readers);
+            job.sum.note = is_last ? Note{c.node, token, true}.packed() : 0;
+        });
         return true;
     }
 

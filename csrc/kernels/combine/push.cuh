@@ -1,5 +1,6 @@
 // A role of combine over several nodes: sums of this rank's experts go to the peers on the rails of
-// their homes.
+// their homes. Each copy, chunks in order: until the slot is free in the peer's push window; sum
+// --> slot; flag "pushed" of the token.
 #pragma once
 
 #include "device/chunk_walk.cuh"

@@ -6,7 +6,12 @@
 //
 // What a network card writes is ordered for the GPU that it writes to, and for no other: so the
 // owner of a window waits for the card's signal, and tells its node by a release of its own.
-// None of the three waits for another: a warp does whichever can be done.
+// None of the three waits for another: a warp does whichever can be done. Each chunk to a rail
+// peer, and each from one:
+//
+//   out   until flag "credit" has the use before, and its tokens are in my outbox: rows, "arrived"
+//   in    until flag "arrived": "passed on" in each rank of my node
+//         until all "reads" have come: they become zero, then "credit" to the rail peer
 #pragma once
 
 #include "device/trace.cuh"
@@ -25,11 +30,11 @@ struct DispatchParams {
     int num_send_blocks;               // 0 where it does not pull
 };
 
-// Rows of a chunk on their way into the same places of the rail peer's slot, whose flag then has
+// Rows of a chunk on their way to the same rows of the rail peer's slot, whose flag then has
 // reached `use`. Of a row, `row_bytes` matter.
 struct RowsOut {
-    uint32_t wanted;  // the places that have a row to go
-    char* to;         // by its place in my memory
+    uint32_t wanted;  // the rows to go, a bit each
+    char* to;         // named by its address in my memory
     const char* from;
     int stride, row_bytes;
     uint64_t* flag;
@@ -95,62 +100,69 @@ struct ChunkIn : RailChunk {
 template <typename Network>
 class SendChunks {
   public:
-    __device__ SendChunks(const DispatchParams& p, char* smem, uint64_t call)
-        : p_(p), c_(p.context), network_(p.context), copier_(smem), call_(call) {}
+    // Each warp has its share of the chunks, every `num_warps`-th.
+    __device__ SendChunks(const DispatchParams& p, char* smem, uint64_t call, int warp,
+                          int num_warps)
+        : p_(p),
+          c_(p.context),
+          network_(p.context),
+          copier_(smem),
+          deadline_(p.context),
+          call_(call),
+          end_(c_.nodes.num_chunks * (c_.nodes.num_nodes - 1)),
+          step_(num_warps),
+          sending_(warp),
+          passing_(warp),
+          freeing_(warp) {
+        if (warp < end_) out_ = outgoing(warp), in_ = incoming(warp);
+    }
 
     // The whole warp: sends its chunks, passes on as many and gives credit for them, whatever can
     // go first.
-    __device__ void run(int warp, int num_warps) {
-        if (!move_all(warp, num_warps)) tell_verdict(c_, network_);
+    __device__ void run() {
+        if (!move_all()) tell_verdict(c_, network_);
     }
 
   private:
     // False: give up.
-    __device__ bool move_all(int warp, int num_warps) {
-        const int end = c_.nodes.num_chunks * (c_.nodes.num_nodes - 1);
-        int sending = warp, passing = warp, freeing = warp;
-        ChunkOut out{};
-        ChunkIn in{};
-        if (warp < end) out = outgoing(warp), in = incoming(warp);
-        Deadline deadline(c_);
-        while (sending < end || freeing < end) {
+    __device__ __forceinline__ bool move_all() {
+        while (sending_ < end_ || freeing_ < end_) {
             bool moved = false;
-            if (passing < end) {
-                const RailChunk chunk = nth(passing);
-                const Wait wait = arrival(chunk);
-                if (all_reached(wait)) {
-                    pass_on(chunk);
-                    passing += num_warps;
-                    moved = true;
-                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
-                    return false;
-                }
-            }
-            if (sending < end) {
-                const Wait wait = credit(out);
-                if (all_reached(wait) && is_published(out)) {
-                    send(out);
-                    sending += num_warps;
-                    if (sending < end) out = outgoing(sending);
-                    moved = true;
-                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
-                    return false;
-                }
-            }
-            if (freeing < passing) {
-                const Wait wait = first_read(in);
-                if (wait.flag == nullptr) {
-                    give_credit(in);
-                    freeing += num_warps;
-                    if (freeing < end) in = incoming(freeing);
-                    moved = true;
-                } else if (!__all_sync(kAllLanes, deadline.go_on(wait))) {
-                    return false;
-                }
-            }
-            if (moved) deadline.restart();
+            if (passing_ < end_ && !pass_next_on(moved)) return false;
+            if (sending_ < end_ && !send_next(moved)) return false;
+            if (freeing_ < passing_ && !free_next(moved)) return false;
+            if (moved) deadline_.restart();
         }
         return true;
+    }
+
+    // The next chunk of each, if it can go now. False: give up.
+    __device__ __forceinline__ bool pass_next_on(bool& moved) {
+        const RailChunk chunk = nth(passing_);
+        const Wait arrival = from_rail(SlotFlag::kArrived, chunk, chunk.at.use);
+        if (!all_reached(arrival)) return has_time(arrival);
+        pass_on(chunk);
+        passing_ += step_;
+        return moved = true;
+    }
+    __device__ __forceinline__ bool send_next(bool& moved) {
+        const Wait credit = from_rail(SlotFlag::kCredit, out_, out_.at.use - 1);
+        if (!all_reached(credit) || !is_published(out_)) return has_time(credit);
+        send(out_);
+        sending_ += step_;
+        if (sending_ < end_) out_ = outgoing(sending_);
+        return moved = true;
+    }
+    __device__ __forceinline__ bool free_next(bool& moved) {
+        const Wait read = first_read(in_);
+        if (read.flag != nullptr) return has_time(read);
+        give_credit(in_);
+        freeing_ += step_;
+        if (freeing_ < end_) in_ = incoming(freeing_);
+        return moved = true;
+    }
+    __device__ __forceinline__ bool has_time(const Wait& wait) {
+        return __all_sync(kAllLanes, deadline_.go_on(wait));
     }
 
     // The n-th of the walk, chunk after chunk: invariant "chunks in order".
@@ -192,20 +204,22 @@ class SendChunks {
         return chunk;
     }
 
-    // ---- out
-
-    __device__ Wait credit(const ChunkOut& out) const {
-        return {c_.flag_at(c_.nodes.flag(SlotFlag::kCredit, out.node, out.at.slot)),
-                out.at.use - 1,
+    // For what a rail peer says of a slot: that a chunk has arrived, or that it is free.
+    __device__ Wait from_rail(SlotFlag kind, const RailChunk& chunk, uint64_t use) const {
+        return {c_.flag_at(c_.nodes.flag(kind, chunk.node, chunk.at.slot)),
+                use,
                 kAnySignature,
                 c_.nodes.window,
-                out.at.slot,
+                chunk.at.slot,
                 Phase::kDispatch,
-                c_.rail_peer(out.node),
+                c_.rail_peer(chunk.node),
                 call_,
                 Timeout::kForOthers,
-                c_.flag_at(c_.nodes.verdict_flag(out.node))};
+                c_.flag_at(c_.nodes.verdict_flag(chunk.node))};
     }
+
+    // ---- out
+
     __device__ bool all_reached(const Wait& wait) const {
         return __all_sync(kAllLanes, has_reached(wait.flag, wait.reached));
     }
@@ -242,18 +256,6 @@ class SendChunks {
 
     // ---- in
 
-    __device__ Wait arrival(const RailChunk& in) const {
-        return {c_.flag_at(c_.nodes.flag(SlotFlag::kArrived, in.node, in.at.slot)),
-                in.at.use,
-                kAnySignature,
-                c_.nodes.window,
-                in.at.slot,
-                Phase::kDispatch,
-                c_.rail_peer(in.node),
-                call_,
-                Timeout::kForOthers,
-                c_.flag_at(c_.nodes.verdict_flag(in.node))};
-    }
     // Each lane, which has seen the arrival itself, to a reader: invariant "owner passes on".
     __device__ void pass_on(const RailChunk& in) const {
         if (lane_id() >= c_.nodes.ranks_per_node) return;
@@ -298,7 +300,12 @@ class SendChunks {
     const NodesContext& c_;
     Network network_;
     BulkCopier copier_;
+    Deadline deadline_;
     uint64_t call_;
+    int end_, step_;                   // of the walks, which count all chunks of all nodes
+    int sending_, passing_, freeing_;  // the warp's next ones
+    ChunkOut out_{};                   // that is being sent
+    ChunkIn in_{};                     // that is being freed
 };
 
 // Of dynamic shared memory.
@@ -319,8 +326,9 @@ __device__ void send_chunks(const DispatchParams& p, char* smem, uint64_t call) 
     }
     smem +=
         (-ptx::smem_address(smem) & (layout::kSlotAlign - 1)) + warp_id() * BulkCopier::kSmemBytes;
-    SendChunks<Network>(p, smem, call)
-        .run(warp_id() * p.num_send_blocks + block, p.num_send_blocks * warps_per_block());
+    SendChunks<Network>(p, smem, call, warp_id() * p.num_send_blocks + block,
+                        p.num_send_blocks * warps_per_block())
+        .run();
     sending.stop(Span::kSendRows, call);
 }
 
