@@ -7,21 +7,19 @@
 
 namespace hybrid_ep {
 
+// A launcher of one node, which needs no more than its parameters.
+template <auto launch, typename Params>
+void without_nodes(const NodesContext&, const Params& p, cudaStream_t stream) {
+    launch(p, stream);
+}
+
 constexpr Target kOneNode{
     context_of_one_node,
     {
-        [](const NodesContext&, const kernels::PublishRoutingParams& p, cudaStream_t stream) {
-            kernels::launch_publish_routing(p, stream);
-        },
-        [](const NodesContext&, const kernels::AssignRowsParams& p, cudaStream_t stream) {
-            kernels::launch_assign_rows(p, stream);
-        },
-        [](const NodesContext&, const kernels::DispatchParams& p, cudaStream_t stream) {
-            kernels::launch_dispatch(p, stream);
-        },
-        [](const NodesContext&, const kernels::CombineParams& p, cudaStream_t stream) {
-            kernels::launch_combine(p, stream);
-        },
+        without_nodes<kernels::launch_publish_routing>,
+        without_nodes<kernels::launch_assign_rows>,
+        without_nodes<kernels::launch_dispatch>,
+        without_nodes<kernels::launch_combine>,
         /*give_up*/ nullptr,
         kernels::launch_copy_peer,
         /*routing_ends_in_assign_rows*/ true,
