@@ -4,11 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep.moe import GroupedExperts, MoELayer, Router, replicated_parameters
+from hybrid_ep.moe import (
+    WEIGHT_PLACES,
+    GroupedExperts,
+    MoELayer,
+    Router,
+    replicated_parameters,
+)
 from tests.launch import Pool, Rank
 
 HIDDEN, FFN_HIDDEN, NUM_EXPERTS, TOPK = 32, 24, 6, 2
@@ -18,6 +25,8 @@ MODES = {
     "exact": {},
     "max_rows": {"max_rows": 128},
     "plain softmax": {"renormalise": False},
+    "weights at the activation": {"weight_at": "activation"},
+    "weights at the activation, max_rows": {"weight_at": "activation", "max_rows": 128},
 }
 
 
@@ -84,8 +93,9 @@ def test_ranks_together_are_one_process(world: Callable[[int], Pool], alone: Ran
     buffer.destroy()
 
 
-def test_compiled_whole_it_is_eager(alone: Rank) -> None:
-    layer = MoELayer(make_buffer(alone), FFN_HIDDEN, max_rows=128)
+@pytest.mark.parametrize("weight_at", WEIGHT_PLACES)
+def test_compiled_whole_it_is_eager(alone: Rank, weight_at: str) -> None:
+    layer = MoELayer(make_buffer(alone), FFN_HIDDEN, max_rows=128, weight_at=weight_at)
     x, grad = batch_of(2, alone.device)
     wanted = step(layer, x, grad) | parameter_grads(layer)
     layer.zero_grad()
@@ -99,8 +109,35 @@ def test_compiled_whole_it_is_eager(alone: Rank) -> None:
         torch.testing.assert_close(found[name], wanted[name], msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_too_small_a_bound_is_reported(alone: Rank) -> None:
-    layer = MoELayer(make_buffer(alone), FFN_HIDDEN, max_rows=100)  # 64 tokens need 128
+def test_where_the_weights_enter_changes_results_by_rounding(alone: Rank) -> None:
+    buffer = make_buffer(alone)
+    results = []
+    for weight_at in WEIGHT_PLACES:
+        layer = MoELayer(buffer, FFN_HIDDEN, seed=3, weight_at=weight_at)
+        results.append(step(layer, *batch_of(2, alone.device)) | parameter_grads(layer))
+    wanted, found = results
+    for name, tensor in wanted.items():
+        close(found[name], tensor, name)
+    with pytest.raises(ValueError, match=r"weight_at must be one of .* got 'router'"):
+        MoELayer(buffer, FFN_HIDDEN, weight_at="router")
+    buffer.destroy()
+
+
+def test_main_grad_of_the_layer(alone: Rank) -> None:
+    buffer = make_buffer(alone)
+    wanted, layer = (MoELayer(buffer, FFN_HIDDEN, main_grad=on) for on in (False, True))
+    for each in (wanted, layer):
+        step(each, *batch_of(2, alone.device))
+    for (name, weight), other in zip(layer.named_parameters(), wanted.parameters(), strict=True):
+        found = weight.main_grad if name.startswith("experts.") else weight.grad
+        assert torch.equal(found, other.grad), name
+    buffer.destroy()
+
+
+@pytest.mark.parametrize("weight_at", WEIGHT_PLACES)
+def test_too_small_a_bound_is_reported(alone: Rank, weight_at: str) -> None:
+    # 64 tokens need 128
+    layer = MoELayer(make_buffer(alone), FFN_HIDDEN, max_rows=100, weight_at=weight_at)
     out = layer(batch_of(2, alone.device)[0])
     out.y.sum().backward()
     assert out.overflow and out.counts.sum() == 100
