@@ -7,6 +7,12 @@ GB/s counts what leaves a rank: a token once per other rank that has one of its 
     hybrid-ep bench --tokens 1024 4096 --sms 16 24 32 48 --json bench.json --plot bench.png
     hybrid-ep bench --sweep tokens
     hybrid-ep bench --backend torch --group cpu:gloo,cuda:nccl    the torch backend over NCCL
+    hybrid-ep bench --layer --shape deepseek-v3 mixtral           a whole MoE layer
+
+--layer times forward, backward and a training step (SGD of the router and the experts) of a MoE
+layer: on the library, in plain torch over NCCL or gloo, and its experts without communication. A
+named shape has as many experts per rank as the model has on 8 ranks; without one, --hidden, --ffn,
+--experts and --topk are the sizes.
 
 The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
@@ -21,6 +27,13 @@ these three of nvlink alone, from other calls, which note time stamps; the slowe
 rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the input sets), gbps,
 ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is none, of the peer
 copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).
+
+The JSON of --layer: device, num_gpus, commit, command, and layers: shape, tokens, hidden,
+ffn_hidden, experts, topk, dtype, ranks, weight_at, way (the backend; nccl or gloo: plain torch;
+experts: without communication; products: their matrix products alone), pass (forward, backward,
+step), sizing, max_rows, sms, us_median, us_min, us_max, us_fastest_rank, communication_share (of
+the time, beyond the experts alone), tflops (of the experts' products, per rank), peak_bytes (of
+forward and backward, beyond tokens and weights; largest rank), rows (largest rank).
 """
 
 from __future__ import annotations
@@ -35,6 +48,8 @@ HELP = "time dispatch and combine on this machine"
 GROUPS, UNNAMED = ("gloo", "nccl", "cpu:gloo,cuda:nccl"), "unnamed"
 SWEEPS = ("tokens",)
 SIZINGS = ("exact", "max_rows")
+SHAPES = ("deepseek-v3", "qwen3-235b", "qwen3-30b", "mixtral")
+WEIGHT_PLACES = ("combine", "activation")
 SIZES = {
     "tokens": "4096",
     "hidden": "1024, on GPUs 7168",
@@ -50,6 +65,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep",
         choices=SWEEPS,
         help="tokens: 1k to 32k of one shape, and what is fixed in a call; sizes may be named too",
+    )
+    parser.add_argument(
+        "--layer", action="store_true", help="time a whole MoE layer, forward, backward and step"
+    )
+    parser.add_argument(
+        "--shape",
+        nargs="+",
+        choices=SHAPES,
+        help="with --layer: the layers of these models; default on GPUs: deepseek-v3",
+    )
+    parser.add_argument(
+        "--ffn", type=int, nargs="+", metavar="N", help="with --layer: inner size of an expert"
+    )
+    parser.add_argument(
+        "--weight-at",
+        choices=WEIGHT_PLACES,
+        help="with --layer: where the weights of a token's experts enter; default combine",
     )
     add_ranks(parser)
     parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
@@ -79,7 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--backward",
         action=argparse.BooleanOptionalAction,
-        help="time the gradients; default: where sizes are named, or without a GPU; not in a sweep",
+        default=True,
+        help="time the gradients, too (the default)",
     )
     parser.add_argument("--iters", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=5)

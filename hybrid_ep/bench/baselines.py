@@ -77,20 +77,28 @@ def plain_calls(
 
 @dataclass(frozen=True)
 class Route:
-    """How rows go home: what each rank sent, and two lists of what is added up.
+    """Where copies and rows come from, and the two lists of what is added up on the way home.
 
     Attributes:
         sent, received: copies for and from each rank.
+        token: int64 ``[sum(sent)]``: of each copy sent, its token.
+        slot: int64 ``[M]``: of each row, ``copy * K + k`` of the copies received.
+        copy: int64 ``[M]``: of each row, its copy.
         rows: int64 ``[M]``: rows, copy by copy; copy c has ``rows[row_ends[c]:row_ends[c + 1]]``.
         copies: int64 ``[sum(sent)]``: copies sent, token by token; likewise.
+        counts: int64 ``[E_local]``: rows of each local expert.
     """
 
     sent: list[int]
     received: list[int]
+    token: Tensor
+    slot: Tensor
+    copy: Tensor
     rows: Tensor
     row_ends: Tensor
     copies: Tensor
     copy_ends: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -115,8 +123,31 @@ class PlainTorch:
 
     def dispatch(self, inputs: Inputs) -> Dispatched:
         """Rows by (local expert, source rank, source token); collective."""
-        tokens, topk = inputs.topk_idx.shape
-        owner = inputs.topk_idx // self._num_local
+        topk = inputs.topk_idx.shape[1]
+        told = [inputs.topk_weights.view(torch.int32)]
+        if inputs.scales is not None:
+            told.append(inputs.scales.view(torch.int32))
+        route, told = self.route(inputs.topk_idx, *told)
+        arrived = self.move(inputs.x.index_select(0, route.token), route.sent, route.received)
+        rows = arrived.index_select(0, route.copy)
+        weights = told[:, :topk].reshape(-1).index_select(0, route.slot).view(torch.float32)
+        scales = None
+        if inputs.scales is not None:
+            scales = told[:, topk:].index_select(0, route.copy).view(torch.float32)
+        return Dispatched(rows, weights, scales, route.counts, route)
+
+    def route(self, topk_idx: Tensor, *told: Tensor) -> tuple[Route, Tensor]:
+        """Where everything goes; collective. The host waits once.
+
+        Args:
+            topk_idx: ``[T, K]``.
+            told: int32 ``[T, N]``, what travels with a token's experts.
+
+        Returns:
+            tuple: the route, and what was told, ``[sum(received), N]``.
+        """
+        tokens, topk = topk_idx.shape
+        owner = topk_idx // self._num_local
         present = owner.new_zeros((tokens, self._ranks)).scatter_(1, owner, 1)
         ones = torch.ones_like(owner).flatten()
         rows_for = owner.new_zeros(self._ranks).scatter_add_(0, owner.flatten(), ones)
@@ -125,58 +156,53 @@ class PlainTorch:
         dist.all_to_all_single(theirs, counts, group=self._group)
         # everything that does not need the counts is queued before the host waits for them
         by_rank = present.t().flatten().argsort(descending=True, stable=True)
-        told = [inputs.topk_idx.int(), inputs.topk_weights.view(torch.int32)]
-        if inputs.scales is not None:
-            told.append(inputs.scales.view(torch.int32))
-        told = torch.cat(told, dim=1)
+        message = torch.cat([topk_idx.int(), *told], dim=1)
 
         counts, theirs = torch.stack([counts, theirs]).tolist()
         sent, received = ([copies for copies, _ in each] for each in (counts, theirs))
         num_rows = sum(rows for _, rows in theirs)
         # ones first: copies by (rank, token)
         token = by_rank[: sum(sent)] % tokens
-        words = as_words(inputs.x)
-        arrived = self._move(words.index_select(0, token), sent, received)
-        told = self._move(told.index_select(0, token), sent, received)
+        message = self.move(message.index_select(0, token), sent, received)
 
-        expert = (told[:, :topk].long() - self._first).flatten()
+        expert = (message[:, :topk].long() - self._first).flatten()
         expert = torch.where((expert >= 0) & (expert < self._num_local), expert, self._num_local)
         slot = expert.argsort(stable=True)[:num_rows]  # copy * K + k, by (expert, copy)
-        copy = slot // topk
-        rows = arrived.index_select(0, copy).view(inputs.x.dtype)
-        weights = told[:, topk : 2 * topk].reshape(-1).index_select(0, slot).view(torch.float32)
-        scales = None
-        if inputs.scales is not None:
-            scales = told[:, 2 * topk :].index_select(0, copy).view(torch.float32)
         ones = torch.ones_like(expert)
-        counts = expert.new_zeros(self._num_local + 1).scatter_add_(0, expert, ones)[:-1]
         route = Route(
             sent,
             received,
+            token,
+            slot,
+            slot // topk,
             slot.argsort(),
             _ends((expert < self._num_local).view(-1, topk).sum(dim=1)),
             token.argsort(stable=True),
             _ends(present.sum(dim=1)),
+            expert.new_zeros(self._num_local + 1).scatter_add_(0, expert, ones)[:-1],
         )
-        return Dispatched(rows, weights, scales, counts, route)
+        return route, message[:, topk:]
+
+    def move(self, source: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """The all_to_all_single of rows of any dtype; collective."""
+        words = as_words(source)
+        arrived = words.new_empty((sum(received), words.shape[1]))
+        dist.all_to_all_single(arrived, words, received, sent, group=self._group)
+        return arrived.view(source.dtype)
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
         """``[T, H]``: each token's rows added, rounded once a rank and once at home; collective."""
-        sums = _sum_bags(rows, route.rows, route.row_ends)
-        home = self._move(as_words(sums), route.received, route.sent).view(rows.dtype)
-        return _sum_bags(home, route.copies, route.copy_ends)
-
-    def _move(self, source: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        arrived = source.new_empty((sum(received), source.shape[1]))
-        dist.all_to_all_single(arrived, source, received, sent, group=self._group)
-        return arrived
+        sums = sum_bags(rows, route.rows, route.row_ends)
+        home = self.move(sums, route.received, route.sent)
+        return sum_bags(home, route.copies, route.copy_ends)
 
 
 def _ends(counts: Tensor) -> Tensor:
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
 
-def _sum_bags(rows: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+def sum_bags(rows: Tensor, index: Tensor, ends: Tensor) -> Tensor:
+    """``[N, H]``: bag n is the sum of ``rows[index[ends[n]:ends[n + 1]]]``, made in fp32."""
     return torch.nn.functional.embedding_bag(
         index, rows, ends, mode="sum", include_last_offset=True
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,10 @@ import torch
 
 from hybrid_ep import bench
 from hybrid_ep.bench.charts import plot
+from hybrid_ep.bench.layer import SHAPES, LayerOptions, measure_layers
+from hybrid_ep.bench.layer.chart import plot_layers
+from hybrid_ep.bench.layer.options import shapes_of
+from hybrid_ep.bench.layer.table import print_layers
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
@@ -30,6 +34,19 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
+_LAYER_DEFAULTS: dict[str, Any] = {  # without a named shape
+    "tokens": (512,),
+    "hidden": (256,),
+    "ffn": (256,),
+    "experts": (16,),
+    "topk": (2,),
+    "dtypes": ("bf16",),
+}
+_GPU_SHAPE = "deepseek-v3"  # of --layer, unless sizes are named
+_NOT_OF_LAYERS = ("sweep", "skew", "weighted")
+_OF_LAYERS = ("shape", "ffn", "weight_at")
+
+
 def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
     if args.read is not None:
@@ -37,16 +54,25 @@ def run(args: argparse.Namespace) -> int:
         make_room("--json", args.json)
         _tell(args, report, [])
         return 0
-    sweeps = _sweeps(args)
-    for options in sweeps:
-        options.check(ranks_here(args.ranks))
+    num_ranks = ranks_here(args.ranks)
+    measure: Callable[..., dict[str, Any]]
+    if args.layer:
+        options: tuple[Any, ...] = (_layer_options(args, num_ranks),)
+        measure, found = measure_layers, "layers"
+    else:
+        for name in _OF_LAYERS:
+            if getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs --layer")
+        options, measure, found = _sweeps(args), bench.measure, "records"
+    for each in options:
+        each.check(num_ranks)
     make_room("--json", args.json)
     make_room("--plot", args.plot)
     check_matplotlib(args.plot)
     group = None if args.group == _UNNAMED else args.group
-    ran = on_ranks(bench.measure, args.ranks, *sweeps, device=args.device, group=group)
+    ran = on_ranks(measure, args.ranks, *options, device=args.device, group=group)
     measured = ran.values[0]
-    if not measured["records"]:
+    if not measured[found]:
         if ran.speaks:
             print(f"hybrid-ep bench: {'; '.join(measured['skipped'])}", file=sys.stderr)
         return 1
@@ -63,23 +89,68 @@ def _read(path: Path) -> dict[str, Any]:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--read must name a file that --json wrote: {error}") from None
-    known = ("records", "ceilings", "device", "num_gpus", "commit")
-    if not isinstance(report, dict) or not all(key in report for key in known):
+    machine = ("device", "num_gpus", "commit")
+    kinds = (("records", "ceilings"), ("layers",))
+    if not isinstance(report, dict) or not any(
+        all(key in report for key in (*machine, *kind)) for kind in kinds
+    ):
         raise ValueError(f"--read must name a file that --json wrote, got {path}")
     return report
 
 
 def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
-    print_table(report, skipped)
+    of_layers = "layers" in report
+    (print_layers if of_layers else print_table)(report, skipped)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
-        drawn = plot(report, args.plot)
+        drawn = (plot_layers if of_layers else plot)(report, args.plot)
         print(f"wrote {args.plot}" if drawn else "nothing to plot: no SMs or tokens were swept")
 
 
+def _layer_options(args: argparse.Namespace, num_ranks: int) -> LayerOptions:
+    for name in _NOT_OF_LAYERS:
+        if getattr(args, name):
+            raise ValueError(f"--{name} must be left out with --layer")
+    if args.align != 1:
+        raise ValueError(f"--align must be left out with --layer, got {args.align}")
+    sized = ("hidden", "ffn", "experts", "topk")
+    asked = {name: tuple(given) for name in _LAYER_DEFAULTS if (given := getattr(args, name))}
+    named = args.shape
+    if named is None and _on_gpu(args) and not any(name in asked for name in sized):
+        named = [_GPU_SHAPE]
+    if named is None:
+        shapes = tuple(shapes_of(*{**_LAYER_DEFAULTS, **asked}.values()))
+    else:
+        for name in sized:
+            if name in asked:
+                raise ValueError(f"--{name} must be left out with --shape, which has its own")
+        tokens = asked.get("tokens", _DEFAULTS["tokens"])
+        dtypes = asked.get("dtypes", _DEFAULTS["dtypes"])
+        shapes = tuple(
+            SHAPES[name].on(name, num_ranks, each, dtype)
+            for name in named
+            for each in tokens
+            for dtype in dtypes
+        )
+    return LayerOptions(
+        shapes=shapes,
+        backends=tuple(args.backend.split(",")),
+        sizings=tuple(args.sizing),
+        sms=tuple(args.sms or _DEFAULTS["sms"]),
+        weight_at=args.weight_at or "combine",
+        backward=args.backward,
+        iters=args.iters,
+        warmup=args.warmup,
+    )
+
+
+def _on_gpu(args: argparse.Namespace) -> bool:
+    return args.device != "cpu" and torch.cuda.is_available()
+
+
 def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:
-    on_gpu = args.device != "cpu" and torch.cuda.is_available()
+    on_gpu = _on_gpu(args)
     asked = {name: tuple(given) for name in _DEFAULTS if (given := getattr(args, name)) is not None}
     sizes = {**_DEFAULTS, **bench.SWEEPS.get(args.sweep, {}), **asked}
     if on_gpu and "hidden" not in asked:
@@ -90,11 +161,8 @@ def _sweeps(args: argparse.Namespace) -> tuple[bench.Options, ...]:
         sizings=tuple(args.sizing),
         align=args.align,
         weighted=args.weighted,
+        backward=args.backward,
         iters=args.iters,
         warmup=args.warmup,
     )
-    backward = False if args.sweep and args.backward is None else args.backward
-    sweeps = bench.gpu_sweeps(options) if on_gpu and not (asked or args.sweep) else (options,)
-    if backward is not None:
-        sweeps = tuple(replace(each, backward=backward) for each in sweeps)
-    return sweeps
+    return bench.gpu_sweeps(options) if on_gpu and not (asked or args.sweep) else (options,)

@@ -107,7 +107,7 @@ def gpu_sweeps(options: Options) -> tuple[Options, ...]:
 
     The sizes are those of docs/performance.md and of the published figures of others.
     """
-    sizes = replace(options, tokens=(4096,), hidden=(7168,), topk=(8,), backward=False)
+    sizes = replace(options, tokens=(4096,), hidden=(7168,), topk=(8,))
     return (
         replace(sizes, experts=(16, 256), dtypes=("bf16",), sms=(16, 32, 48)),
         replace(sizes, experts=(16,), dtypes=("fp8",), sms=(48,)),

@@ -350,10 +350,11 @@ def test_sweeps_by_name() -> None:
     parser = make_parser()
     (sweep,) = _sweeps(parser.parse_args("bench --sweep tokens --hidden 64 --device cpu".split()))
     assert sweep.tokens == (1024, 2048, 4096, 8192, 16384, 32768)
-    assert (sweep.hidden, sweep.experts, sweep.backward) == ((64,), (16,), False)
-    (named,) = _sweeps(parser.parse_args("bench --sweep tokens --tokens 8 16 --backward".split()))
+    assert (sweep.hidden, sweep.experts, sweep.backward) == ((64,), (16,), True)
+    asked = "bench --sweep tokens --tokens 8 16 --no-backward".split()
+    (named,) = _sweeps(parser.parse_args(asked))
     assert named.tokens == (8, 16)
-    assert named.backward
+    assert not named.backward
 
 
 @pytest.mark.parametrize(
@@ -473,6 +474,9 @@ def test_what_gpus_are_asked_without_sizes() -> None:
     assert [shape.experts for shape in wide.shapes()] == [16, 256]
     assert [shape.dtype for shape in narrow.shapes()] == ["fp8"]
     assert wide.iters == narrow.iters == 7
+    assert wide.backward and narrow.backward
+    left_out = bench.gpu_sweeps(bench.Options(backward=False))
+    assert not any(sweep.backward for sweep in left_out)
 
 
 @pytest.mark.parametrize(

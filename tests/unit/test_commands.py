@@ -14,10 +14,12 @@ import hybrid_ep_cli.bench
 import hybrid_ep_cli.tune
 from hybrid_ep.bench import command as bench
 from hybrid_ep.bench import options as bench_options
+from hybrid_ep.bench.layer import options as layer_options
 from hybrid_ep.check import command as check
 from hybrid_ep.demo import command as demo
 from hybrid_ep.launch import Failure, RanksFailed
 from hybrid_ep.launch import _free_port as free_port
+from hybrid_ep.moe import WEIGHT_PLACES
 from hybrid_ep.plan import pipeline_model
 from hybrid_ep.plan.plan import ITEMSIZE
 from hybrid_ep.tune.search import AIMS, Goal
@@ -41,6 +43,13 @@ def test_check_passes(capfd, num_ranks):
         ("bench --ranks 3", "--experts must be divisible by the 3 ranks, got 256"),
         ("bench --json /dev/null/report.json", "--json must name a file that can be written"),
         ("bench --plot /", "--plot must name a file that can be written, got /"),
+        ("bench --ffn 64", "--ffn needs --layer"),
+        ("bench --weight-at activation", "--weight-at needs --layer"),
+        ("bench --layer --sweep tokens", "--sweep must be left out with --layer"),
+        ("bench --layer --align 2", "--align must be left out with --layer, got 2"),
+        ("bench --layer --shape mixtral --topk 2", "--topk must be left out with --shape"),
+        ("bench --layer --ranks 3 --experts 4", "--experts must be divisible by the 3 ranks"),
+        ("bench --layer --device cpu --dtype fp8", "--dtype must be one of bf16, fp16, fp32, got"),
         ("bench --read no/such/file", "--read must name a file that --json wrote: "),
         ("bench --read /dev/null", "--read must name a file that --json wrote: "),
         ("check --ranks 0", "--ranks must be at least 1, got 0"),
@@ -173,6 +182,8 @@ def test_options_have_the_names_of_the_library():
     assert options.DTYPES == tuple(bench_options.DTYPES) == tuple(ITEMSIZE)
     assert hybrid_ep_cli.bench.SWEEPS == tuple(bench_options.SWEEPS)
     assert hybrid_ep_cli.bench.SIZINGS == bench_options.SIZINGS
+    assert hybrid_ep_cli.bench.SHAPES == tuple(layer_options.SHAPES)
+    assert hybrid_ep_cli.bench.WEIGHT_PLACES == WEIGHT_PLACES
     assert hybrid_ep_cli.tune.AIMS == AIMS
 
 
@@ -181,8 +192,10 @@ def test_options_have_the_defaults_of_the_library():
     tuned = vars(make_parser().parse_args(["tune", *sizes, "--out", "config.json"]))
     assert Goal(**{name: tuned[name] for name in asdict(Goal())}) == Goal()
     timed = make_parser().parse_args(["bench"])
-    for name in ("align", "iters", "warmup", "weighted"):
+    for name in ("align", "iters", "warmup", "weighted", "backward"):
         assert getattr(timed, name) == getattr(bench_options.Options, name)
+    for name in ("iters", "warmup", "backward"):
+        assert getattr(timed, name) == getattr(layer_options.LayerOptions, name)
     for name, told in hybrid_ep_cli.bench.SIZES.items():
         assert " ".join(map(str, bench._DEFAULTS[name])) == told.partition(",")[0]
     planned = vars(make_parser().parse_args(["plan"]))

@@ -1,0 +1,149 @@
+"""What the bench of a layer is asked to measure."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hybrid_ep.bench.options import DTYPES, SIZINGS
+from hybrid_ep.buffer import BACKENDS
+from hybrid_ep.moe import WEIGHT_PLACES
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer.
+
+    Attributes:
+        name: of ``SHAPES``, or ``"custom"``.
+        tokens: T of every rank.
+        hidden: H.
+        ffn_hidden: F.
+        experts: E, over all ranks.
+        topk: K.
+        dtype: key of ``DTYPES``, of tokens and of the experts' weights.
+    """
+
+    name: str
+    tokens: int
+    hidden: int
+    ffn_hidden: int
+    experts: int
+    topk: int
+    dtype: str
+
+    @property
+    def product_flops(self) -> int:
+        """Of one expert's matrix over the rows of a rank: 2 M H F, with the mean rank's M."""
+        return 2 * self.tokens * self.topk * self.hidden * self.ffn_hidden
+
+    def flops(self, pass_name: str) -> int:
+        """Of the experts' products on one rank; three matrices, twice as many in the backward."""
+        times = {"forward": 3, "backward": 6, "step": 9}[pass_name]
+        return times * self.product_flops
+
+
+@dataclass(frozen=True)
+class NamedShape:
+    """The MoE layer of a published model: H, F, experts of all layers' ranks, K."""
+
+    hidden: int
+    ffn_hidden: int
+    experts: int
+    topk: int
+
+    def on(self, name: str, num_ranks: int, tokens: int, dtype: str) -> LayerShape:
+        """With as many experts per rank as on 8 ranks, and K of at most all experts."""
+        experts = self.experts // _NAMED_RANKS * num_ranks
+        topk = min(self.topk, experts)
+        return LayerShape(name, tokens, self.hidden, self.ffn_hidden, experts, topk, dtype)
+
+
+_NAMED_RANKS = 8
+SHAPES = {
+    "deepseek-v3": NamedShape(7168, 2048, 256, 8),
+    "qwen3-235b": NamedShape(4096, 1536, 128, 8),
+    "qwen3-30b": NamedShape(2048, 768, 128, 8),
+    "mixtral": NamedShape(4096, 14336, 8, 2),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerOptions:
+    """What to measure: the product of the lists.
+
+    Attributes:
+        shapes: sizes.
+        backends: names as of Buffer.
+        sizings: of ``SIZINGS``.
+        sms: values of all three ``Config.num_sms_*``; the torch backend uses none of them.
+        weight_at: of ``WEIGHT_PLACES``; holds for plain torch too.
+        backward: also time backward and step.
+        iters: measured iterations.
+        warmup: iterations before them.
+    """
+
+    shapes: tuple[LayerShape, ...]
+    backends: tuple[str, ...] = ("auto",)
+    sizings: tuple[str, ...] = SIZINGS
+    sms: tuple[int, ...] = (32,)
+    weight_at: str = "combine"
+    backward: bool = True
+    iters: int = 20
+    warmup: int = 5
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ValueError where an option breaks a rule, before any rank is started."""
+        for name, values, known in (
+            ("backend", self.backends, BACKENDS),
+            ("sizing", self.sizings, SIZINGS),
+            ("weight-at", (self.weight_at,), WEIGHT_PLACES),
+            ("dtype", [shape.dtype for shape in self.shapes], ("bf16", "fp16", "fp32")),
+        ):
+            for value in values:
+                if value not in known:
+                    raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+        for shape in self.shapes:
+            for name, value in (
+                ("tokens", shape.tokens),
+                ("hidden", shape.hidden),
+                ("ffn", shape.ffn_hidden),
+                ("experts", shape.experts),
+                ("topk", shape.topk),
+            ):
+                if value < 1:
+                    raise ValueError(f"--{name} must be at least 1, got {value}")
+            if shape.experts % num_ranks:
+                raise ValueError(
+                    f"--experts must be divisible by the {num_ranks} ranks, got {shape.experts}"
+                )
+            if shape.topk > shape.experts:
+                raise ValueError(
+                    f"--topk must be at most --experts {shape.experts}, got {shape.topk}"
+                )
+            if shape.hidden * DTYPES[shape.dtype].itemsize % 16:
+                raise ValueError(
+                    f"rows must be a multiple of 16 bytes, got --hidden {shape.hidden} "
+                    f"--dtype {shape.dtype}"
+                )
+        for name, value, least in (
+            ("sms", min(self.sms), 1),
+            ("iters", self.iters, 1),
+            ("warmup", self.warmup, 0),
+        ):
+            if value < least:
+                raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
+def shapes_of(
+    tokens: tuple[int, ...],
+    hidden: tuple[int, ...],
+    ffn_hidden: tuple[int, ...],
+    experts: tuple[int, ...],
+    topk: tuple[int, ...],
+    dtypes: tuple[str, ...],
+) -> Iterator[LayerShape]:
+    """Every combination of the sizes."""
+    for sizes in itertools.product(tokens, hidden, ffn_hidden, experts, topk, dtypes):
+        yield LayerShape("custom", *sizes)

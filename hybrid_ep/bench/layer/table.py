@@ -1,0 +1,67 @@
+"""The records of layers as tables of at most 100 columns, one per shape."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_ep.output import tables
+
+HEADER = ("layer", "pass", "sizing", "SMs", "us [min..max]", "communication", "TFLOP/s", "peak MB")
+TEXTS = 3
+NAMES = {
+    "experts": "experts alone",
+    "products": "products alone",
+    "nccl": "plain torch NCCL",
+    "gloo": "plain torch gloo",
+}
+SAME = ("shape", "tokens", "hidden", "ffn_hidden", "experts", "topk", "dtype", "ranks", "weight_at")
+
+
+def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
+    """Print the records, what the columns mean, and what was skipped.
+
+    Args:
+        report: what ``--json`` writes.
+        skipped: why a way was not measured.
+    """
+    print(f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}")
+    for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
+        same = list(records)
+        tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
+    print("step: forward, backward and SGD of the router and the experts. Slowest rank, median.")
+    print("communication: share of the time beyond the experts alone (routing, moving, summing).")
+    print("TFLOP/s: of the experts' products, per rank, over the time of the pass.")
+    print("peak MB: allocated in a forward and its backward, beyond tokens and weights.")
+    for reason in skipped:
+        print(f"skipped: {reason}")
+
+
+def title_of(record: dict[str, Any]) -> str:
+    """The sizes in words."""
+    return (
+        f"{record['shape']}: {record['ranks']} ranks, T {record['tokens']}, "
+        f"H {record['hidden']}, F {record['ffn_hidden']}, E {record['experts']}, "
+        f"K {record['topk']}, {record['dtype']}, weights at {record['weight_at']}"
+    )
+
+
+def name_of(record: dict[str, Any]) -> str:
+    """The way in words."""
+    return NAMES.get(record["way"], f"hybrid_ep {record['way']}")
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    share, peak = record["communication_share"], record["peak_bytes"]
+    tflops = record["tflops"]
+    return [
+        name_of(record),
+        record["pass"],
+        record["sizing"],
+        "-" if record["sms"] is None else str(record["sms"]),
+        f"{record['us_median']:.0f} [{record['us_min']:.0f}..{record['us_max']:.0f}]",
+        "-" if share is None else f"{share:.0%}",
+        f"{tflops:.1f}" if tflops >= 1 else f"{tflops:.4f}",
+        "-" if peak is None else f"{peak / 1e6:.0f}",
+    ]
