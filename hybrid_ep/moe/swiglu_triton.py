@@ -25,17 +25,17 @@ def _swiglu_kernel(
     ends,
     act,
     num_experts,
-    num_columns,
+    COLUMNS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     if row >= tl.load(ends + num_experts - 1):
         return
-    begin = row.to(tl.int64) * num_columns  # M * F may exceed int32
-    for first in range(0, num_columns, BLOCK):
+    begin = row.to(tl.int64) * COLUMNS  # M * F may exceed int32
+    for first in range(0, COLUMNS, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = column < num_columns
+        inside = column < COLUMNS
         gates = tl.load(gate + begin + column, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(up + begin + column, mask=inside, other=0.0).to(tl.float32)
         product = gates * tl.sigmoid(gates) * ups
@@ -56,7 +56,7 @@ def _swiglu_backward_kernel(
     grad_weights,
     act,
     num_experts,
-    num_columns,
+    COLUMNS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -65,11 +65,11 @@ def _swiglu_backward_kernel(
         if HAS_WEIGHTS:
             tl.store(grad_weights + row, 0.0)
         return
-    begin = row.to(tl.int64) * num_columns
+    begin = row.to(tl.int64) * COLUMNS
     dots = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(0, num_columns, BLOCK):
+    for first in range(0, COLUMNS, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        inside = column < num_columns
+        inside = column < COLUMNS
         grads = tl.load(grad + begin + column, mask=inside, other=0.0).to(tl.float32)
         gates = tl.load(gate + begin + column, mask=inside, other=0.0).to(tl.float32)
         ups = tl.load(up + begin + column, mask=inside, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def _launch(
         kernel[(num_rows,)](
             *tensors,
             ends.shape[0],
-            num_columns,
+            COLUMNS=num_columns,  # one compilation per F, whose loop has a known length
             HAS_WEIGHTS=weights is not None,
             BLOCK=block,
             num_warps=block // _COLUMNS_PER_WARP,
