@@ -41,7 +41,7 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
 def title_of(record: dict[str, Any]) -> str:
     """The sizes in words."""
     return (
-        f"{record['shape']}: {record['ranks']} ranks, T {record['tokens']}, "
+        f"{record['shape']}: ranks {record['ranks']}, T {record['tokens']}, "
         f"H {record['hidden']}, F {record['ffn_hidden']}, E {record['experts']}, "
         f"K {record['topk']}, {record['dtype']}, weights at {record['weight_at']}"
     )
