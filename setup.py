@@ -63,7 +63,7 @@ def sources_of(module: str) -> list[str]:
 
 def find_nvshmem() -> Path | None:
     """Where NVSHMEM is, by the package's own search, which needs no torch."""
-    path = ROOT / "hybrid_ep" / "backends" / "nvshmem_library.py"
+    path = ROOT / "hybrid_ep" / "backends" / "cuda" / "nvshmem_library.py"
     spec = importlib.util.spec_from_file_location("nvshmem_library", path)
     library = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(library)

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 
 import hybrid_ep
-from hybrid_ep import torch_verbs
+from hybrid_ep.ops import verbs
 from hybrid_ep.output import tables
 from tools.fake_nvlink import Fake, cpu_with
 
@@ -94,7 +94,7 @@ def main() -> None:
             hidden=HIDDEN, num_experts=EXPERTS, max_tokens=TOKENS, topk=TOPK, backend="nvlink"
         )
         for way, (gradient, ops) in ways.items():
-            watched = mock.patch.object(torch_verbs, "_watched", lambda *tensors: True)
+            watched = mock.patch.object(verbs, "watched", lambda *tensors: True)
             with watched if ops else contextlib.nullcontext():
                 for name, call in calls(buffer, gradient):
                     took = microseconds(call, args.batches, args.calls)

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep.backends.trace import SPANS, Event
+from hybrid_ep.backends.cuda.trace import SPANS, Event
 from hybrid_ep.launch import run_ranks
 
 WARM_UP, CALLS = 2, 10
@@ -50,7 +50,8 @@ def median_us(call, buffer: hybrid_ep.Buffer) -> float:
         end.record()
         torch.cuda.synchronize()
         times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(map(max, zip(*buffer.gather(times[WARM_UP:]), strict=True)))
+    everybody = buffer.communicator.group.gather(times[WARM_UP:])
+    return statistics.median(map(max, zip(*everybody, strict=True)))
 
 
 def measure_all(
@@ -89,8 +90,9 @@ def measure(
         ranks_per_node=ranks if backend == "nvlink" else shape.ranks_per_node,
         config=config,
     )
+    group, verbs = buffer.communicator.group, buffer.communicator.verbs
     exact = hybrid_ep.dispatch(buffer, x, topk_idx)
-    max_rows = max(buffer.gather(len(exact.rows)))  # so that no tail has to be zeroed
+    max_rows = max(group.gather(len(exact.rows)))  # so that no tail has to be zeroed
     tell(f"  {max_rows} rows")
     del exact
     out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=max_rows)
@@ -104,9 +106,9 @@ def measure(
         "combine_us": median_us(lambda: hybrid_ep.combine(buffer, out.rows, out.handle), buffer),
     }
     if config.trace:
-        buffer.gather(buffer.verbs.take_trace() and None)  # what the timing left
+        group.gather(verbs.take_trace() and None)  # what the timing left
         report["spans_us"] = spans(one_call(buffer, x, out))
-        buffer.gather(None)
+        group.gather(None)
         one_call(buffer, x, out, keep=True)
         buffer.write_trace(shape.trace)
     buffer.check()
@@ -119,7 +121,7 @@ def one_call(
 ) -> list[Event]:
     hybrid_ep.dispatch(buffer, x, handle=out.handle)
     hybrid_ep.combine(buffer, out.rows, out.handle)
-    return [] if keep else [Event(*event) for event in buffer.verbs.take_trace()]
+    return [] if keep else [Event(*event) for event in buffer.communicator.verbs.take_trace()]
 
 
 def spans(events: list[Event]) -> dict[str, list[float]]:

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.backends.carrier import Carrier, serving_backend
-from hybrid_ep.backends.collectives import Collectives
+from hybrid_ep.backends.torch.carrier import Carrier, serving_backend
+from hybrid_ep.backends.torch.collectives import Collectives
 from hybrid_ep.bench.baselines import bare_calls, plain_calls
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.clock import Clock
@@ -38,26 +38,26 @@ HEAD = ("init_process_group", "op", "mode", "direction", "torch us", "NCCL way u
 
 def send_to_itself(buffer: Buffer) -> None:
     """Make a Buffer of one rank exchange all that it otherwise would not."""
-    backend = buffer.verbs
+    backend = buffer.communicator.verbs
     backend._carrier = Carrier("nccl")
-    ours = buffer.group, buffer.topology, buffer.config.timeout_s, buffer.device
-    backend._exchange = Collectives(*ours)
+    group = buffer.communicator.group
+    backend._calls.exchange = Collectives(group, buffer.config.timeout_s)
 
 
 def measure(device: torch.device, options: Options) -> list[dict[str, Any]]:
-    (shape,) = options.shapes()
+    (load,) = options.loads(dist.get_world_size())
     clock = Clock(device)
     if serving_backend(dist.group.WORLD, device) != "nccl":
         raise RuntimeError(f"NCCL must serve {device}, got {dist.get_backend_config()}")
-    inputs = [make_inputs(shape, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
-    copy_counts = CopyCounts(shape, inputs)
-    buffer = make_buffer(shape, device, "torch", Config())
+    inputs = [make_inputs(load, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
+    copy_counts = CopyCounts(load, inputs)
+    buffer = make_buffer(load, device, "torch", Config())
     if dist.get_world_size() == 1:
         send_to_itself(buffer)
     calls = [
-        *bare_calls(shape, copy_counts, clock.carrier, device),
-        *plain_calls(shape, inputs, copy_counts, clock.carrier),
-        *library_calls(buffer, shape, inputs, "exact", copy_counts, options),
+        *bare_calls(load, copy_counts, clock.carrier, device),
+        *plain_calls(load, inputs, copy_counts, clock.carrier),
+        *library_calls(buffer, load, inputs, "exact", copy_counts, options),
     ]
     clock.take_turns(calls, iters=options.iters, warmup=options.warmup)
     dist.barrier()

@@ -38,7 +38,7 @@ inline void require_route(const layout::BufferLayout& b, const Choices& choices,
     require_aligned("the address of topk_idx", choices.topk_idx, choices.idx_bytes);
     require_aligned("the address of the layout", layout.words, 16);
     require_at_least("align", choices.align, 1);
-    // half of the rows that an int32 can number are tokens, half padding (limits.py, MAX_ROWS)
+    // half of the rows that an int32 can number are tokens, half padding (shape.py, MAX_ROWS)
     require_at_most("align times the experts of a rank",
                     int64_t(choices.align) * b.num_local_experts, kMostRows / 2);
     require_at_most("max_rows", choices.max_rows, kMostRows);

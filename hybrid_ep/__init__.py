@@ -7,11 +7,11 @@ y = hybrid_ep.combine(buffer, y_rows, out.handle, weights=out.weights)
 """
 
 from hybrid_ep._version import __version__
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.config import Config
 from hybrid_ep.errors import PeerError
 from hybrid_ep.handle import Dispatched, Handle
-from hybrid_ep.ops import SAC_SAVE_OPS, checkpoint, combine, dispatch
+from hybrid_ep.ops import SAC_SAVE_OPS, checkpoint
 
 __all__ = [
     "SAC_SAVE_OPS",

@@ -1,4 +1,4 @@
-"""The Buffer: everything that dispatch and combine need and that outlives a call."""
+"""The Buffer: what a user holds of the memory of a group, and the calls that are made on it."""
 
 from __future__ import annotations
 
@@ -6,36 +6,28 @@ import itertools
 import json
 import logging
 import os
-import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from hybrid_ep import round_trip, rules
-from hybrid_ep.backends import Backend
+from hybrid_ep import ops, round_trip
+from hybrid_ep.backends.choose import BACKENDS, build, choose
+from hybrid_ep.backends.cuda.trace import chrome_trace
 from hybrid_ep.backends.endings import refuse_in_capture
-from hybrid_ep.backends.torch import TorchBackend
-from hybrid_ep.backends.trace import chrome_trace
+from hybrid_ep.communicator import Communicator
 from hybrid_ep.config import Config
-from hybrid_ep.errors import SetupError
-from hybrid_ep.limits import as_integer, round_up
-from hybrid_ep.ranks import Ranks
-from hybrid_ep.topology import Topology, gpu_uuid, host_name, ranks_of_a_host
-from hybrid_ep.torch_ops import prepare_order
+from hybrid_ep.group import Group, Topology, ranks_of_a_host
+from hybrid_ep.handle import Dispatched, Handle
+from hybrid_ep.shape import Shape
 
 _log = logging.getLogger("hybrid_ep")
-_next_id = itertools.count()
 _next_number = itertools.count()
-_buffers: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
-
-BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
-REASONS = {
-    "nvlink": "all ranks reach each other's memory on one host",
-    "nvshmem": "ranks of several nodes reach each other through NVSHMEM",
-}
 _LIVE, _RELEASED, _DESTROYED = "live", "released", "destroyed"
+_GONE = "this hybrid_ep.Buffer was destroyed"
 
 
 class Buffer:
@@ -97,94 +89,146 @@ class Buffer:
         ranks_per_node: int | None = None,
         config: Config | str | os.PathLike[str] | None = None,
     ) -> None:
-        distributed = dist.is_available() and dist.is_initialized()
-        if group is None and distributed:
-            group = dist.group.WORLD
-        num_ranks = dist.get_world_size(group) if distributed else 1
-        rank = dist.get_rank(group) if distributed else 0
-        if rank < 0:
-            raise ValueError("this process is not a member of the group")
-
-        self.group = group
-        self.last_call = 0  # what the calls before a release() were numbered up to
-        self.topology = Topology(rank, num_ranks, num_ranks)  # until ranks_per_node is known
-        self._ranks = Ranks(group, rank, num_ranks)
-        with self._ranks.together():
-            self.hidden = hidden = as_integer("hidden", hidden, 1)
-            self.num_experts = num_experts = as_integer("num_experts", num_experts, 1)
-            self.max_tokens = max_tokens = as_integer("max_tokens", max_tokens, 1)
-            self.topk = topk = as_integer("topk", topk, 1)
-            self.scale_bytes = scale_bytes = as_integer("scale_bytes", scale_bytes, 0)
-            if ranks_per_node is not None:
-                ranks_per_node = as_integer("ranks_per_node", ranks_per_node, 1)
-            _check_arguments(num_experts, topk, num_ranks, dtype, backend)
+        self._group = Group(group)
+        self.group, self.dtype = self._group.process_group, dtype
+        self._state = _LIVE
+        with self._group.together():
+            shape = Shape(
+                num_ranks=self._group.num_ranks,
+                ranks_per_node=ranks_per_node,
+                num_experts=num_experts,
+                max_tokens=max_tokens,
+                hidden=hidden,
+                topk=topk,
+                dtype=dtype,
+                scale_bytes=scale_bytes,
+            )
+            if backend not in BACKENDS:
+                raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
             self.config = _read_config(config)
-            self.device = self._ranks.device = _find_device(device)
+            self.device = self._group.device = _find_device(device)
             refuse_in_capture("made")
-            self.dtype = dtype
-            self.num_local_experts = num_experts // num_ranks
-            self.row_capacity = round_up(hidden * dtype.itemsize, 16) + round_up(scale_bytes, 16)
-
-            everybody = self.gather((host_name(), next(_next_number)))
-            self._hosts = [host for host, _ in everybody]
-            self.number = everybody[0][1]  # rank 0's: ranks may be in Buffers of other groups
+            # rank 0's: ranks may be in Buffers of other groups
+            self.number = self._group.meet(next(_next_number))[0]
             if ranks_per_node is None:
-                ranks_per_node = ranks_of_a_host(self._hosts)
-            self.topology = Topology(rank, num_ranks, ranks_per_node)
-            settings = {
-                "hidden": hidden,
-                "num_experts": num_experts,
-                "max_tokens": max_tokens,
-                "topk": topk,
-                "dtype": str(dtype),
-                "scale_bytes": scale_bytes,
-                "device type": self.device.type,
-                "backend": backend,
-                "ranks_per_node": self.topology.ranks_per_node,
-                "config": repr(self.config),
-            }
-            self._agree_on(settings)
-            self._state = _LIVE
-            self._backend, self.backend_reason = self._make_backend(backend)
-            self.two_way_dtypes = rules.two_way_dtypes(self)
-            prepare_order(self.device)
-        self.id = next(_next_id)
-        _buffers[self.id] = self
+                shape = replace(shape, ranks_per_node=ranks_of_a_host(self._group.hosts))
+            settings = {"device type": self.device.type, "backend": backend}
+            self._group.agree_on({**vars(shape), **settings, "config": repr(self.config)})
+            made, self.backend_reason = choose(
+                backend, shape, self._group, self.config, number=self.number
+            )
+            self.communicator = Communicator(shape, self._group, made)
+            ops.prepare_order(self.device)
+        self.shape = shape
+        self.topology = Topology(self._group.rank, shape.num_ranks, shape.ranks_per_node)
+        self.hidden, self.topk, self.max_tokens = shape.hidden, shape.topk, shape.max_tokens
+        self.num_experts, self.num_local_experts = shape.num_experts, shape.num_local_experts
+        self.scale_bytes = shape.scale_bytes
+        self.id, self.layout_size = self.communicator.id, self.communicator.layout_size
         try:
-            with self._ranks.together():
+            with self._group.together():
                 _log.info("%s", self.describe())
                 if self.backend == "nvshmem":
-                    round_trip.verify_once(self, self._hosts)
+                    round_trip.verify_once(self.communicator)
         except BaseException:
             self.destroy()
             raise
+
+    # ---- the calls
+
+    def dispatch(
+        buffer: Buffer,  # as of ``hybrid_ep.dispatch``, which is this function
+        x: Tensor,
+        topk_idx: Tensor | None = None,
+        topk_weights: Tensor | None = None,
+        *,
+        scales: Tensor | None = None,
+        handle: Handle | None = None,
+        max_rows: int | None = None,
+        align: int = 1,
+    ) -> Dispatched:
+        """Send every token to the ranks of its experts; differentiable in x and topk_weights.
+
+        Collective: all ranks of the buffer's group call it, each with its own T.
+
+        Args:
+            buffer: the group's Buffer.
+            x: ``[T, hidden]``, any dtype of 1, 2 or 4 bytes whose rows are a multiple of 16 bytes.
+            topk_idx: int16, int32 or int64 ``[T, topk]``, experts in ``[0, num_experts)``; -1 is no
+                expert; the same expert twice in a row counts once and its weights add. None with a
+                ``handle``.
+            topk_weights: float32 ``[T, topk]``, or None.
+            scales: ``[T, S]`` of any dtype, moved along with x; not differentiable: scales that
+                require a gradient get none.
+            handle: replay this layout instead of routing anew (recompute; the peers replay it too).
+            max_rows: bound on M. With it nothing waits for the host, rows beyond the bound are
+                dropped (the last experts lose theirs first) and ``handle.overflow`` says so. None:
+                M is exact. Like align, of any integer type (numpy's too).
+            align: each expert's group of rows is padded with zero rows to a multiple of this.
+
+        Returns:
+            Dispatched: the rows of this rank's experts and the handle that leads home.
+
+        Raises:
+            TypeError: an argument is of another type; nothing was sent.
+            ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
+                Buffer; nothing was sent.
+            PeerError: a peer died, was too late, or made another call.
+        """
+        if not isinstance(buffer, Buffer):
+            raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
+        return ops.dispatch(
+            buffer.communicator, x, topk_idx, topk_weights, scales, handle, max_rows, align
+        )
+
+    def combine(
+        buffer: Buffer,  # as of ``hybrid_ep.combine``
+        rows: Tensor,
+        handle: Handle,
+        *,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Bring the experts' rows home and sum them; differentiable in rows and weights.
+
+        Sums are made in float32 in a fixed order: over a rank's experts in expert order, rounded to
+        the dtype of rows, then over the ranks in rank order, rounded again (with several nodes:
+        once more). A token without experts gets zeros.
+
+        Args:
+            buffer: the group's Buffer.
+            rows: bfloat16, float16 or float32 ``[M, hidden]``, in the order of the dispatch's rows.
+            handle: of that dispatch.
+            weights: float32 ``[M]``, to make it a weighted sum; usually ``Dispatched.weights``.
+
+        Returns:
+            Tensor: ``[T, hidden]``, dtype of rows.
+
+        Raises:
+            TypeError: an argument is of another type; nothing was sent.
+            ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
+                Buffer; nothing was sent.
+            PeerError: a peer died, was too late, or made another call.
+        """
+        if not isinstance(buffer, Buffer):
+            raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
+        return ops.combine(buffer.communicator, rows, handle, weights)
 
     # ---- what a user asks a Buffer
 
     @property
     def backend(self) -> str:
         """Name of the backend that was picked, the same on all ranks."""
-        return self._backend.name
-
-    @property
-    def layout_size(self) -> int:
-        """Int32 words of a handle's layout."""
-        return self._backend.layout_size
-
-    @property
-    def inbox_row_bytes(self) -> int:
-        """Bytes of a summed row on its way home: of ``dtype``, and at least two a value."""
-        return round_up(self.hidden * max(2, self.dtype.itemsize), 16)
+        return self.communicator.backend.name
 
     def describe(self) -> str:
         """What was picked and why, in a few lines for people."""
-        t = self.topology
+        t, released = self.topology, ", released" if self._state == _RELEASED else ""
         return (
             f"hybrid_ep.Buffer: rank {t.rank} of {t.num_ranks}, {t.num_nodes} node(s) of "
             f"{t.ranks_per_node}, {self.device}\n"
             f"  {self.num_experts} experts ({self.num_local_experts} a rank), top-{self.topk}, "
             f"hidden {self.hidden}, at most {self.max_tokens} tokens of {self.dtype}\n"
-            f"  {self._backend.describe()}{', released' if self._state == _RELEASED else ''}\n"
+            f"  {self.communicator.backend.describe()}{released}\n"
             f"  because {self.backend_reason}"
         )
 
@@ -197,7 +241,7 @@ class Buffer:
         Raises:
             PeerError: a call waited for a peer in vain.
         """
-        self.verbs.check()
+        self.communicator.verbs.check()
 
     def write_trace(self, path: str | os.PathLike[str]) -> None:
         """Write what the kernels did since the last time as a Chrome trace.
@@ -220,9 +264,9 @@ class Buffer:
             raise RuntimeError(
                 "the torch backend has no kernels to trace, only nvlink and nvshmem have"
             )
-        with self._ranks.together():  # afterwards the file exists for every rank
+        with self._group.together():  # afterwards the file exists for every rank
             refuse_in_capture("asked for a trace")
-            events = self.gather(self.verbs.take_trace())
+            events = self._group.gather(self.communicator.verbs.take_trace())
             if self.topology.rank == 0:
                 Path(path).write_text(json.dumps(chrome_trace(events)))
 
@@ -238,18 +282,19 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or an earlier call on some rank failed (then on
                 all of them: destroy it).
         """
-        with self._ranks.together():  # afterwards no rank holds any memory
+        with self._group.together():  # afterwards no rank holds any memory
             refuse_in_capture("released")
             self._refuse_if_destroyed()
             if self._state == _RELEASED:
                 return
             self._raise_failures()
             self._state = _RELEASED
-            # in the layouts of handles, which stay valid: no number may come twice
-            self.last_call = self._backend.last_call
-            self._backend.destroy()
-            self.gather(None)  # now no rank maps a peer's memory
-            self._backend.reclaim()
+            self._last_call = self.communicator.backend.last_call
+            self.communicator.close(
+                "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks"
+            )
+            self._group.gather(None)  # now no rank maps a peer's memory
+            self.communicator.backend.reclaim()
 
     def restore(self) -> None:
         """Take the memory again after ``release``: the same backend, sizes and id as before.
@@ -260,12 +305,14 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or a rank has no memory for it; then it stays
                 released on all ranks, and may be restored later.
         """
-        with self._ranks.together():
+        with self._group.together():
             refuse_in_capture("restored")
             self._refuse_if_destroyed()
             if self._state == _LIVE:
                 return
-            self._backend = self._build_backend(self.backend)
+            numbers = {"number": self.number, "last_call": self._last_call}
+            made = build(self.backend, self.shape, self._group, self.config, **numbers)
+            self.communicator.reopen(made)
         self._state = _LIVE
 
     def destroy(self) -> None:
@@ -278,7 +325,7 @@ class Buffer:
         Peers that still read this rank's outbox are not harmed: the memory is kept aside until
         every peer has destroyed its Buffer as well.
         """
-        self._backend.destroy()
+        self.communicator.close(_GONE)
         self._state = _DESTROYED
 
     # A copied model (an average of weights, a frozen teacher) must go on calling with the peers of
@@ -297,151 +344,26 @@ class Buffer:
             "model in the process that loads it; in a child process, make a Buffer of its own"
         )
 
-    @property
-    def verbs(self) -> Backend:
-        """The backend, for the ops.
-
-        Raises:
-            RuntimeError: the buffer was destroyed or is released.
-        """
-        if self._state != _LIVE:
-            self._refuse_if_destroyed()
-            raise RuntimeError(
-                "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks"
-            )
-        return self._backend
-
     def _raise_failures(self) -> None:
         """Raise what an earlier call left behind on any rank."""
         failure = None
         try:
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)  # so that every failure is known
-            self._backend.check()
+            self.communicator.backend.check()
         except (RuntimeError, ValueError) as error:
             failure = error
-        for rank, theirs in enumerate(self.gather(failure and str(failure))):
+        for rank, theirs in enumerate(self._group.gather(failure and str(failure))):
             if theirs is not None:
                 raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
 
     def _refuse_if_destroyed(self) -> None:
         if self._state == _DESTROYED:
-            raise RuntimeError("this hybrid_ep.Buffer was destroyed")
-
-    # ---- construction
-
-    def _agree_on(self, settings: dict[str, Any]) -> None:
-        everybody = self.gather(settings)
-        for name in settings:
-            values = [theirs.get(name) for theirs in everybody]
-            if any(value != values[0] for value in values):
-                by_rank = ", ".join(f"rank {r}: {value}" for r, value in enumerate(values))
-                raise ValueError(f"{name} must be equal on all ranks, got {by_rank}")
-
-    def _make_backend(self, backend: str) -> tuple[Backend, str]:
-        """A backend, and why this one: the same on all ranks."""
-        if backend == "torch":
-            return self._build_backend("torch"), "backend='torch' was asked for"
-        if backend == "auto":
-            backend = "nvlink" if len(set(self._hosts)) == 1 else "nvshmem"
-            may_fall_back = True
-        else:
-            may_fall_back = False
-        why_not = self._why_not(backend)
-        if why_not is None:
-            try:
-                return self._build_backend(backend), REASONS[backend]
-            except (RuntimeError, MemoryError) as error:  # on all ranks
-                why_not = str(error)
-        why_not = f"the {backend} backend cannot run: {why_not}"
-        if not may_fall_back:
-            raise SetupError(why_not)
-        if self.topology.rank == 0 and self.device.type == "cuda":
-            _log.warning("using the torch backend, which is slow: %s", why_not)
-        return self._build_backend("torch"), why_not
-
-    def _why_not(self, backend: str) -> str | None:
-        """The first rank that cannot run the backend and why, on all ranks alike."""
-        from hybrid_ep.backends import nvlink, nvshmem
-
-        module = nvlink if backend == "nvlink" else nvshmem
-        try:
-            reason = module.unavailable_reason(self)
-        except (RuntimeError, AssertionError) as error:  # torch cannot use the device
-            reason = str(error)
-        reasons = self.gather(reason)
-        for rank, (reason, host) in enumerate(zip(reasons, self._hosts, strict=True)):
-            if reason is None and backend == "nvlink" and host != self._hosts[0]:
-                reason = "it is on another host than rank 0"
-            if reason is not None:
-                return f"rank {rank}: {reason}"
-        return None
-
-    def _build_backend(self, backend: str) -> Backend:
-        """The backend on all ranks, or on none."""
-        built = None
-        try:
-            with self._ranks.together():
-                built = self._new_backend(backend)
-        except BaseException:
-            if built is not None:  # a peer failed
-                built.destroy()
-            raise
-        return built
-
-    def _new_backend(self, backend: str) -> Backend:
-        if backend == "torch":
-            return TorchBackend(
-                self.group,
-                self.topology,
-                num_experts=self.num_experts,
-                max_tokens=self.max_tokens,
-                topk=self.topk,
-                device=self.device,
-                timeout_s=self.config.timeout_s,
-                number=self.number,
-                shares_gpus=self._shares_gpus(),
-                last_call=self.last_call,
-            )
-        from hybrid_ep.backends import nvlink, nvshmem
-
-        return nvlink.NvlinkBackend(self) if backend == "nvlink" else nvshmem.NvshmemBackend(self)
-
-    def _shares_gpus(self) -> bool:
-        """Whether some ranks have the same GPU; collective."""
-        if self.device.type != "cuda":
-            return False
-        gpus = self.gather(gpu_uuid(self.device))
-        return len(set(gpus)) < len(gpus)
-
-    def gather(self, value: Any) -> list[Any]:
-        """One Python object from each rank; see ``Ranks``."""
-        return self._ranks.gather(value)
+            raise RuntimeError(_GONE)
 
 
-def find_buffer(buffer_id: int) -> Buffer:
-    """The Buffer behind an op's ``buffer_id``."""
-    buffer = _buffers.get(int(buffer_id))  # a SymInt where shapes are dynamic
-    if buffer is None:
-        raise RuntimeError(f"hybrid_ep.Buffer {buffer_id} no longer exists")
-    return buffer
-
-
-def _check_arguments(
-    num_experts: int, topk: int, num_ranks: int, dtype: torch.dtype, backend: str
-) -> None:
-    """Raise ValueError or TypeError for an argument that breaks a rule on this rank alone."""
-    if num_experts % num_ranks:
-        raise ValueError(
-            f"num_experts must be divisible by the number of ranks, got num_experts="
-            f"{num_experts} with {num_ranks} ranks"
-        )
-    if topk > num_experts:
-        raise ValueError(f"topk must be at most num_experts={num_experts}, got {topk}")
-    if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype must be a torch.dtype like torch.bfloat16, got {dtype!r}")
-    if backend not in BACKENDS:
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+dispatch, combine = Buffer.dispatch, Buffer.combine
+"""The same as functions: ``dispatch(buffer, x, topk_idx)``."""
 
 
 def _read_config(config: Config | str | os.PathLike[str] | None) -> Config:

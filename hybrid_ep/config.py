@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from hybrid_ep.limits import MAX_CHUNK_TOKENS, as_integer, index_of
+from hybrid_ep.integers import as_integer, index_of
 
+MAX_CHUNK_TOKENS = 32  # kMaxChunkTokens of csrc/layout/nodes_layout.h: a lane per token
 MAX_SLICE_BYTES = 16384
 # Longer than a peer takes to compile a model or to save a checkpoint. Shorter than the 600 s after
 # which NCCL ends the process by default, so that the PeerError with the peer's name comes first,

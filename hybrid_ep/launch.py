@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hybrid_ep.errors import GroupError, PeerError, SetupError
-from hybrid_ep.ranks import is_of_a_peer
+from hybrid_ep.group import is_of_a_peer
 
 # Deadlines are ordered, Buffer < group < test, so that a rank that waits in vain raises a PeerError
 # with the name of its peer before anything else ends the run. A call on a Buffer waits at most

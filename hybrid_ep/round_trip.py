@@ -8,50 +8,47 @@ more, with Buffers of its own; this is about the one that is being made.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
+from hybrid_ep import ops
+from hybrid_ep.communicator import Communicator
 from hybrid_ep.errors import SetupError
-
-if TYPE_CHECKING:
-    from hybrid_ep.buffer import Buffer
+from hybrid_ep.shape import SUM_DTYPES
 
 _PATTERNS = 120  # distinct values: exact in a byte and in bf16
-_SUMMED = (torch.bfloat16, torch.float16, torch.float32)  # what combine takes
 _verified: set[tuple[int, int, tuple[str, ...]]] = set()
 
 
-def verify_once(buffer: Buffer, hosts: list[str]) -> None:
+def verify_once(communicator: Communicator) -> None:
     """``verify`` where this process has not done so for these ranks on these hosts; collective.
 
     Raises:
         RuntimeError: see ``verify``.
     """
-    topology = buffer.topology
-    ranks = (topology.num_ranks, topology.ranks_per_node, tuple(hosts))
-    if all(buffer.gather(ranks in _verified)):
+    shape, group = communicator.shape, communicator.group
+    ranks = shape.num_ranks, shape.ranks_per_node, tuple(group.hosts)
+    if all(group.gather(ranks in _verified)):
         return
-    verify(buffer)
+    verify(communicator)
     _verified.add(ranks)
 
 
-def verify(buffer: Buffer) -> None:
+def verify(communicator: Communicator) -> None:
     """Send a token from every rank to every rank and home again; collective.
 
     Args:
-        buffer: any Buffer; it takes ``num_ranks / max_tokens`` calls, at least one.
+        communicator: of any Buffer; it takes ``num_ranks / max_tokens`` calls, at least one.
 
     Raises:
         SetupError: a pattern did not arrive as it was sent, on all ranks, with the same text.
         PeerError: a rank did not answer.
     """
-    num_ranks = buffer.topology.num_ranks
+    num_ranks, most = communicator.shape.num_ranks, communicator.shape.max_tokens
     wrong = []
-    for first in range(0, num_ranks, buffer.max_tokens):
-        wrong += _exchange(buffer, range(first, min(first + buffer.max_tokens, num_ranks)))
-    everybody = [sentence for theirs in buffer.gather(wrong) for sentence in theirs]
+    for first in range(0, num_ranks, most):
+        wrong += _exchange(communicator, range(first, min(first + most, num_ranks)))
+    everybody = [sentence for theirs in communicator.group.gather(wrong) for sentence in theirs]
     if everybody:
         more = f" and {len(everybody) - 3} more" if len(everybody) > 3 else ""
         raise SetupError(
@@ -60,37 +57,32 @@ def verify(buffer: Buffer) -> None:
         )
 
 
-def _exchange(buffer: Buffer, peers: range) -> list[str]:
+def _exchange(communicator: Communicator, peers: range) -> list[str]:
     """A token to each of the peers and back; a sentence for each that went wrong."""
-    from hybrid_ep.ops import combine, dispatch
-
-    me, num_ranks = buffer.topology.rank, buffer.topology.num_ranks
-    sent = torch.stack([_pattern(buffer, me, peer) for peer in peers])
-    shape = (len(peers), buffer.topk)
-    topk_idx = torch.full(shape, -1, dtype=torch.int64, device=buffer.device)
-    first_experts = [peer * buffer.num_local_experts for peer in peers]
-    topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=buffer.device)
+    shape, device, me = communicator.shape, communicator.device, communicator.group.rank
+    sent = torch.stack([_pattern(communicator, me, peer) for peer in peers])
+    topk_idx = torch.full((len(peers), shape.topk), -1, dtype=torch.int64, device=device)
+    first_experts = [peer * shape.num_local_experts for peer in peers]
+    topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=device)
+    summed = shape.dtype if shape.dtype in SUM_DTYPES else torch.bfloat16
     with torch.no_grad():
-        out = dispatch(buffer, sent, topk_idx)
-        home = combine(buffer, out.rows.to(_summed(buffer)), out.handle)
+        out = ops.dispatch(communicator, sent, topk_idx, None, None, None, None, 1)
+        home = ops.combine(communicator, out.rows.to(summed), out.handle, None)
     wrong = []
     for source, row in enumerate(out.rows):  # one of each rank, in their order
-        if not torch.equal(row, _pattern(buffer, source, me)):
+        if not torch.equal(row, _pattern(communicator, source, me)):
             wrong.append(f"dispatch from rank {source} to rank {me}")
-    if me in peers and len(out.rows) != num_ranks:
-        wrong.append(f"rank {me} got {len(out.rows)} tokens from {num_ranks} ranks")
+    if me in peers and len(out.rows) != shape.num_ranks:
+        wrong.append(f"rank {me} got {len(out.rows)} tokens from {shape.num_ranks} ranks")
     for peer, row, back in zip(peers, sent, home, strict=True):
         if not torch.equal(row.to(back.dtype), back):
             wrong.append(f"combine from rank {peer} to rank {me}")
     return wrong
 
 
-def _pattern(buffer: Buffer, source: int, peer: int) -> Tensor:
+def _pattern(communicator: Communicator, source: int, peer: int) -> Tensor:
     """``[hidden]``: what ``source`` sends to ``peer``; other pairs differ in every element."""
-    dtype = buffer.dtype if buffer.dtype in _SUMMED else torch.uint8
-    elements = torch.arange(buffer.hidden, dtype=torch.int64, device=buffer.device)
+    shape = communicator.shape
+    dtype = shape.dtype if shape.dtype in SUM_DTYPES else torch.uint8
+    elements = torch.arange(shape.hidden, dtype=torch.int64, device=communicator.device)
     return ((elements + 31 * source + 7 * peer) % _PATTERNS).to(dtype)
-
-
-def _summed(buffer: Buffer) -> torch.dtype:
-    return buffer.dtype if buffer.dtype in _SUMMED else torch.bfloat16

@@ -7,7 +7,7 @@ import re
 
 # What the library knows too, without its imports; tests/unit/test_commands.py compares them.
 BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
-DTYPES = ("bf16", "fp16", "fp32", "fp8")
+DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
 _OPTIONS = {
     "num_ranks": "--ranks",
@@ -36,6 +36,8 @@ _NAME = re.compile(rf"(?<![\w./-])(?:Config\.)?({'|'.join(_OPTIONS)})(?![\w/-])(
 
 def as_typed(text: str) -> str:
     """An error of the library in the user's words: ``num_ranks=3`` is ``--ranks 3``."""
+    for name, of_torch in DTYPES.items():
+        text = text.replace(f"torch.{of_torch}", name)
     return _NAME.sub(lambda name: _OPTIONS[name[1]] + (" " if name[2] else ""), text)
 
 

@@ -15,10 +15,11 @@ from unittest import mock
 
 import torch
 
-import hybrid_ep.buffer
-from hybrid_ep import rules
-from hybrid_ep.backends import kernels, nvlink, nvshmem, streams
-from hybrid_ep.backends.kernels import Fields
+from hybrid_ep import group, ops
+from hybrid_ep.backends import streams
+from hybrid_ep.backends.cuda import nvlink, nvshmem, settings
+from hybrid_ep.backends.cuda.arguments import Fields
+from hybrid_ep.ops import rules
 
 
 @dataclass
@@ -188,10 +189,10 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
     with _instead(
         (nvlink, "_nvlink", fake),
         (nvshmem, "gpu_uuid", lambda device: "GPU-0"),  # where auto tries nvshmem
-        (hybrid_ep.buffer, "gpu_uuid", lambda device: "GPU-0"),  # where it ends with torch
-        (kernels, "num_sms", lambda device: 132),
-        (hybrid_ep.buffer, "host_name", lambda: host),
-        (hybrid_ep.buffer, "prepare_order", lambda device: None),
+        (group, "gpu_uuid", lambda device: "GPU-0"),  # where it ends with torch
+        (settings, "num_sms", lambda device: 132),
+        (group, "host_name", lambda: host),
+        (ops, "prepare_order", lambda device: None),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "synchronize", lambda device: None),
     ):
@@ -205,7 +206,7 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
     with (
         gpu_with(fake),
         _instead(
-            (nvlink, "unavailable_reason", lambda buffer: None),
+            (settings, "what_is_lacking", lambda *args: None),
             (streams, "_reader", fake_streams.reader),
             (torch.cuda, "current_stream", lambda device: fake_streams.current),
             (
@@ -219,7 +220,11 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
                 "record_stream",
                 lambda tensor, stream: fake_streams.record(tensor, stream),
             ),
-            (rules, "check_experts", lambda buffer, topk_idx: None),  # a GPU's kernels do that
+            (
+                rules,
+                "check_experts",
+                lambda communicator, topk_idx: None,
+            ),  # a GPU's kernels do that
         ),
     ):
         yield fake_streams

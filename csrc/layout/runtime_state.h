@@ -61,7 +61,7 @@ struct DeviceState {
     uint64_t rows_copied[kEngineSteps];  // flags that the copy engine raises in a dispatch
 };
 
-// What a block was doing; the names are those of hybrid_ep/backends/trace.py.
+// What a block was doing; the names are those of hybrid_ep/backends/cuda/trace.py.
 enum class Span : uint16_t {
     kPublishRouting = 0,
     kAwaitRouting = 1,

@@ -28,23 +28,21 @@ shows where the GPU would wait for it.
 from hybrid_ep.bench.inputs import NUM_INPUTS, make_topk
 from hybrid_ep.bench.options import (
     BASELINES,
-    DTYPES,
     SIZINGS,
     SWEEPS,
+    Load,
     Options,
-    Shape,
     gpu_sweeps,
 )
 from hybrid_ep.bench.sweep import measure
 
 __all__ = [
     "BASELINES",
-    "DTYPES",
     "NUM_INPUTS",
     "SIZINGS",
     "SWEEPS",
+    "Load",
     "Options",
-    "Shape",
     "gpu_sweeps",
     "make_topk",
     "measure",

@@ -20,20 +20,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.backends.carrier import serving_backend
-from hybrid_ep.backends.tensors import as_words
+from hybrid_ep.backends.torch.carrier import serving_backend
+from hybrid_ep.backends.torch.tensors import as_words
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts, Inputs
-from hybrid_ep.bench.options import Shape
+from hybrid_ep.bench.options import Load
 
 
 def bare_calls(
-    shape: Shape, copy_counts: CopyCounts, group: Any, device: torch.device
+    load: Load, copy_counts: CopyCounts, group: Any, device: torch.device
 ) -> Iterator[Call]:
     """The all_to_all_single of the same copies, and nothing else."""
     rank, copies = dist.get_rank(), copy_counts.copies
-    for op, copy_bytes in (("dispatch", shape.dispatch_bytes), ("combine", shape.combine_bytes)):
-        if op == "combine" and shape.dtype == "fp8":
+    for op, copy_bytes in (
+        ("dispatch", (load.row_bytes + load.scale_bytes)),
+        ("combine", load.sum_bytes),
+    ):
+        if op == "combine" and load.is_fp8:
             continue
         sent, received = copies[:, rank], copies[:, :, rank]
         if op == "combine":
@@ -54,25 +57,25 @@ def bare_calls(
 
 
 def plain_calls(
-    shape: Shape, inputs: list[Inputs], copy_counts: CopyCounts, group: Any
+    load: Load, inputs: list[Inputs], copy_counts: CopyCounts, group: Any
 ) -> Iterator[Call]:
     """Dispatch and combine in plain torch."""
-    plain = PlainTorch(shape.experts, group)
+    plain = PlainTorch(load.num_experts, group)
     carrier = serving_backend(group, inputs[0].x.device)
     call = functools.partial(Call, carrier, mode="fresh", host_waits=True)
     yield call(
         "dispatch",
         begin=lambda i: functools.partial(plain.dispatch, inputs[i]),
-        link_bytes=copy_counts.between_ranks(shape.dispatch_bytes),
+        link_bytes=copy_counts.between_ranks(load.row_bytes + load.scale_bytes),
     )
-    if shape.dtype == "fp8":
+    if load.is_fp8:
         return
 
     def home(i: int) -> Callable[[], Any]:
         out = plain.dispatch(inputs[i])
         return lambda: plain.combine(out.rows, out.route)
 
-    yield call("combine", begin=home, link_bytes=copy_counts.between_ranks(shape.combine_bytes))
+    yield call("combine", begin=home, link_bytes=copy_counts.between_ranks(load.sum_bytes))
 
 
 @dataclass(frozen=True)

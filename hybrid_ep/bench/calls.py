@@ -12,24 +12,23 @@ import torch.distributed as dist
 
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts, Inputs
-from hybrid_ep.bench.options import Options, Shape
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.bench.options import Load, Options
+from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.config import Config
+from hybrid_ep.integers import round_up
 from hybrid_ep.launch import COMMAND_TIMEOUT_S
-from hybrid_ep.limits import round_up
-from hybrid_ep.ops import combine, dispatch
 
 BOUND_MULTIPLE = 128  # max_rows is the least multiple of it that drops nothing: the tail costs time
 
 
-def make_buffer(shape: Shape, device: torch.device, backend: str, config: Config) -> Buffer:
+def make_buffer(load: Load, device: torch.device, backend: str, config: Config) -> Buffer:
     """A Buffer for calls of the shape, with the deadline of a command; collective."""
     return Buffer(
-        hidden=shape.hidden,
-        num_experts=shape.experts,
-        max_tokens=shape.tokens,
-        topk=shape.topk,
-        dtype=shape.combine_dtype,
+        hidden=load.hidden,
+        num_experts=load.num_experts,
+        max_tokens=load.max_tokens,
+        topk=load.topk,
+        dtype=load.combine_dtype,
         device=device,
         backend=backend,
         config=replace(config, timeout_s=COMMAND_TIMEOUT_S),
@@ -38,7 +37,7 @@ def make_buffer(shape: Shape, device: torch.device, backend: str, config: Config
 
 def library_calls(
     buffer: Buffer,
-    shape: Shape,
+    load: Load,
     inputs: list[Inputs],
     sizing: str,
     copy_counts: CopyCounts,
@@ -55,8 +54,8 @@ def library_calls(
     outs = [_dispatch(buffer, each, max_rows=max_rows, align=align) for each in inputs]
     rows = [out.rows for out in outs]
     weights = [out.weights if options.weighted else None for out in outs]
-    out_bytes = copy_counts.between_ranks(shape.dispatch_bytes)
-    home_bytes = copy_counts.between_ranks(shape.combine_bytes)
+    out_bytes = copy_counts.between_ranks(load.row_bytes + load.scale_bytes)
+    home_bytes = copy_counts.between_ranks(load.sum_bytes)
     call = functools.partial(Call, buffer.backend, sizing=sizing, max_rows=max_rows)
 
     def fresh(i: int) -> Callable[[], Any]:
@@ -73,7 +72,7 @@ def library_calls(
 
     yield call("dispatch", "fresh", fresh, out_bytes, host_waits=max_rows is None)
     yield call("dispatch", "cached", cached, out_bytes)
-    if shape.dtype == "fp8":
+    if load.is_fp8:
         return
     yield call("combine", "fresh", lambda i: home_by(fresh(i)().handle, i), home_bytes)
     yield call("combine", "cached", lambda i: home_by(outs[i].handle, i), home_bytes)

@@ -78,7 +78,7 @@ def _link_gbps(
         )
     except RuntimeError:  # on all ranks: what it says is said again for the Buffers of the sweep
         return {}
-    runtime = buffer.verbs._runtime
+    runtime = buffer.communicator.verbs._runtime
     stream = torch.cuda.current_stream(clock.device).cuda_stream
 
     def copy(sms: int, push: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.bench.options import DTYPES, Shape
+from hybrid_ep.bench.options import Load
 
 NUM_INPUTS = 3  # sets that the calls rotate through: together more than a GPU's L2 holds
 
@@ -30,29 +30,29 @@ class Inputs:
     scales: Tensor | None
 
 
-def make_topk(shape: Shape, rank: int, index: int) -> Tensor:
+def make_topk(load: Load, rank: int, index: int) -> Tensor:
     """Routing of a rank in input set ``index``: int64 ``[T, K]`` on the host, the same always."""
     generator = torch.Generator().manual_seed(1_000_003 * index + rank)
-    popularity = torch.arange(1, shape.experts + 1).double().pow(-shape.skew)
-    shuffle = torch.randperm(shape.experts, generator=torch.Generator().manual_seed(index))
-    noise = torch.empty(shape.tokens, shape.experts).exponential_(generator=generator)
+    popularity = torch.arange(1, load.num_experts + 1).double().pow(-load.skew)
+    shuffle = torch.randperm(load.num_experts, generator=torch.Generator().manual_seed(index))
+    noise = torch.empty(load.max_tokens, load.num_experts).exponential_(generator=generator)
     # the K largest of log p + Gumbel noise: K distinct experts, drawn by popularity
     scores = popularity.log()[shuffle].float() - noise.log()
-    return scores.topk(shape.topk, dim=1).indices
+    return scores.topk(load.topk, dim=1).indices
 
 
-def make_inputs(shape: Shape, rank: int, index: int, device: torch.device) -> Inputs:
+def make_inputs(load: Load, rank: int, index: int, device: torch.device) -> Inputs:
     """Input set ``index`` of a rank."""
     generator = torch.Generator(device).manual_seed(7 * index + rank)
 
     def draw(kind: str, columns: int) -> Tensor:
         make = getattr(torch, kind)
-        return make(shape.tokens, columns, generator=generator, device=device)
+        return make(load.max_tokens, columns, generator=generator, device=device)
 
-    x = draw("randn", shape.hidden).to(DTYPES[shape.dtype])
-    scales = draw("rand", shape.num_scales) if shape.num_scales else None
-    topk_idx = make_topk(shape, rank, index).to(device)
-    return Inputs(x, topk_idx, draw("rand", shape.topk), scales)
+    x = draw("randn", load.hidden).to(load.dtype)
+    scales = draw("rand", load.scale_bytes // 4) if load.scale_bytes else None
+    topk_idx = make_topk(load, rank, index).to(device)
+    return Inputs(x, topk_idx, draw("rand", load.topk), scales)
 
 
 def count_copies(topk_idx: Tensor, num_experts: int, num_ranks: int) -> Tensor:
@@ -81,10 +81,10 @@ class CopyCounts:
         rows: int64 ``[set, from, to]``.
     """
 
-    def __init__(self, shape: Shape, inputs: list[Inputs]) -> None:
+    def __init__(self, load: Load, inputs: list[Inputs]) -> None:
         ranks = dist.get_world_size()
         mine = [
-            [count(each.topk_idx.cpu(), shape.experts, ranks).tolist() for each in inputs]
+            [count(each.topk_idx.cpu(), load.num_experts, ranks).tolist() for each in inputs]
             for count in (count_copies, count_rows)
         ]
         everybody: list[object] = [None] * ranks

@@ -5,18 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from hybrid_ep.buffer import BACKENDS
-from hybrid_ep.limits import num_scales_of
+from hybrid_ep.backends.choose import BACKENDS
+from hybrid_ep.shape import DTYPES, Shape, default_scale_bytes, dtype_name
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-    "fp32": torch.float32,
-    "fp8": torch.float8_e4m3fn,
-}
 BASELINES = ("all_to_all", "nccl", "gloo")
 SIZINGS = ("exact", "max_rows")
 SWEEPS = {  # sizes that a sweep by name stands for
@@ -72,34 +67,30 @@ class Options:
             for value in values:
                 if value not in known:
                     raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
-        for name in ("tokens", "hidden", "experts", "topk", "sms"):
-            if min(getattr(self, name)) < 1:
-                raise ValueError(f"--{name} must be at least 1, got {min(getattr(self, name))}")
+        if min(self.sms) < 1:
+            raise ValueError(f"--sms must be at least 1, got {min(self.sms)}")
         if min(self.skew) < 0:
             raise ValueError(f"--skew must not be negative, got {min(self.skew)}")
-        for experts in self.experts:
-            if experts % num_ranks:
-                raise ValueError(
-                    f"--experts must be divisible by the {num_ranks} ranks, got {experts}"
-                )
-        if max(self.topk) > min(self.experts):
-            raise ValueError(
-                f"--topk must be at most --experts {min(self.experts)}, got {max(self.topk)}"
-            )
-        for hidden, dtype in itertools.product(self.hidden, self.dtypes):
-            if hidden * DTYPES[dtype].itemsize % 16:
-                raise ValueError(
-                    f"rows must be a multiple of 16 bytes, got --hidden {hidden} --dtype {dtype}"
-                )
+        for load in self.loads(num_ranks):
+            load.refuse_unaligned()
         for name, least in (("iters", 1), ("align", 1), ("warmup", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
 
-    def shapes(self) -> Iterator[Shape]:
-        """Every combination of the sizes."""
+    def loads(self, num_ranks: int) -> Iterator[Load]:
+        """Every combination of the sizes; ValueError for one that breaks a rule."""
         lists = (self.tokens, self.hidden, self.experts, self.topk, self.dtypes, self.skew)
-        for values in itertools.product(*lists):
-            yield Shape(*values)
+        for tokens, hidden, experts, topk, dtype, skew in itertools.product(*lists):
+            yield Load(
+                num_ranks=num_ranks,
+                num_experts=experts,
+                max_tokens=tokens,
+                hidden=hidden,
+                topk=topk,
+                dtype=DTYPES[dtype],
+                scale_bytes=default_scale_bytes(DTYPES[dtype], hidden),
+                skew=skew,
+            )
 
 
 def gpu_sweeps(options: Options) -> tuple[Options, ...]:
@@ -114,33 +105,33 @@ def gpu_sweeps(options: Options) -> tuple[Options, ...]:
     )
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Sizes of one call."""
+@dataclass(frozen=True, kw_only=True)
+class Load(Shape):
+    """Sizes of one call, in which every rank sends ``max_tokens``, and how experts are chosen.
 
-    tokens: int
-    hidden: int
-    experts: int
-    topk: int
-    dtype: str
+    Attributes:
+        skew: as of ``Options``.
+    """
+
     skew: float = 0.0
 
     @property
-    def num_scales(self) -> int:
-        """Scales of a token."""
-        return num_scales_of(self.dtype, self.hidden)
-
-    @property
-    def dispatch_bytes(self) -> int:
-        """Payload of a copy on its way out, scales included."""
-        return self.hidden * DTYPES[self.dtype].itemsize + 4 * self.num_scales
+    def is_fp8(self) -> bool:
+        """Whether rows travel with scales, and are dispatched only."""
+        return self.dtype == DTYPES["fp8"]
 
     @property
     def combine_dtype(self) -> torch.dtype:
         """Dtype of the rows that come home."""
-        return torch.bfloat16 if self.dtype == "fp8" else DTYPES[self.dtype]
+        return torch.bfloat16 if self.is_fp8 else self.dtype
 
-    @property
-    def combine_bytes(self) -> int:
-        """Payload of a copy on its way home."""
-        return self.hidden * self.combine_dtype.itemsize
+    def record(self) -> dict[str, Any]:
+        """For JSON, by the names of the options."""
+        return {
+            "tokens": self.max_tokens,
+            "hidden": self.hidden,
+            "experts": self.num_experts,
+            "topk": self.topk,
+            "dtype": dtype_name(self.dtype),
+            "skew": self.skew,
+        }

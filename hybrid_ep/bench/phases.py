@@ -12,7 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hybrid_ep.backends.trace import PhaseTimes, phase_times
+from hybrid_ep.backends.cuda.trace import PhaseTimes, phase_times
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS
 from hybrid_ep.buffer import Buffer
@@ -59,6 +59,6 @@ def _each(pick: Any, times: Sequence[PhaseTimes]) -> PhaseTimes:
 
 def _trace(buffer: Buffer, call: Call, i: int, clock: Clock) -> PhaseTimes:
     ready = call.begin(i % NUM_INPUTS)
-    buffer.verbs.take_trace()  # of what prepared it
+    buffer.communicator.verbs.take_trace()  # of what prepared it
     clock.time(ready)
-    return phase_times(buffer.verbs.take_trace())
+    return phase_times(buffer.communicator.verbs.take_trace())

@@ -8,7 +8,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts
-from hybrid_ep.bench.options import BASELINES, Options, Shape
+from hybrid_ep.bench.options import BASELINES, Load, Options
 
 
 def make_record(
     call: Call,
-    shape: Shape,
+    load: Load,
     sms: int | None,
     copy_counts: CopyCounts,
     options: Options,
@@ -42,7 +41,7 @@ def make_record(
         "sizing": call.sizing,
         "max_rows": call.max_rows,
         "ranks": dist.get_world_size(),
-        **asdict(shape),
+        **load.record(),
         "align": options.align,
         "weighted": options.weighted,
         "sms": sms,

@@ -15,7 +15,7 @@ from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.ceilings import measure_ceilings
 from hybrid_ep.bench.clock import Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
-from hybrid_ep.bench.options import Options, Shape
+from hybrid_ep.bench.options import Load, Options
 from hybrid_ep.bench.phases import add_phases
 from hybrid_ep.bench.records import make_record
 from hybrid_ep.config import Config
@@ -41,24 +41,24 @@ def measure(device: torch.device, *sweeps: Options) -> dict[str, Any]:
         "skipped": [],
     }
     for options in sweeps:
-        for shape in options.shapes():
-            _measure_shape(shape, options, clock, report)
+        for load in options.loads(dist.get_world_size()):
+            _measure_load(load, options, clock, report)
     return report
 
 
-def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[str, Any]) -> None:
+def _measure_load(load: Load, options: Options, clock: Clock, report: dict[str, Any]) -> None:
     device, group = clock.device, clock.carrier
-    inputs = [make_inputs(shape, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
-    copy_counts = CopyCounts(shape, inputs)
+    inputs = [make_inputs(load, dist.get_rank(), index, device) for index in range(NUM_INPUTS)]
+    copy_counts = CopyCounts(load, inputs)
     bare, plain = [], []
     if group is not None:  # gloo moves no CUDA tensors, and NCCL wants a GPU for each rank
-        bare = list(bare_calls(shape, copy_counts, group, device))
-        plain = list(plain_calls(shape, inputs, copy_counts, group))
+        bare = list(bare_calls(load, copy_counts, group, device))
+        plain = list(plain_calls(load, inputs, copy_counts, group))
     done = set()
     for backend, sizing, sms in itertools.product(options.backends, options.sizings, options.sms):
         config = Config(num_sms_publish=sms, num_sms_dispatch=sms, num_sms_combine=sms)
         try:
-            buffer = make_buffer(shape, device, backend, config)
+            buffer = make_buffer(load, device, backend, config)
         except RuntimeError as error:  # raised on all ranks: this backend cannot run here
             if str(error) not in report["skipped"]:
                 report["skipped"].append(str(error))
@@ -67,7 +67,7 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
         if key not in done:
             make_calls = functools.partial(
                 library_calls,
-                shape=shape,
+                load=load,
                 inputs=inputs,
                 sizing=sizing,
                 copy_counts=copy_counts,
@@ -81,12 +81,12 @@ def _measure_shape(shape: Shape, options: Options, clock: Clock, report: dict[st
             )
             clock.time_hosts(calls)
             if buffer.backend == "nvlink":
-                traced = make_buffer(shape, device, backend, replace(config, trace=True))
+                traced = make_buffer(load, device, backend, replace(config, trace=True))
                 add_phases(calls, traced, list(make_calls(traced)), clock)
                 dist.barrier()
                 traced.destroy()
             report["records"] += [
-                make_record(call, shape, key[2], copy_counts, options, report["ceilings"])
+                make_record(call, load, key[2], copy_counts, options, report["ceilings"])
                 for call in [*baselines, *calls]
             ]
             done.add(key)

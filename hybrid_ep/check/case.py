@@ -8,10 +8,24 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hybrid_ep.shape import Shape
+
 EXPERTS_PER_RANK = 4
 TOPK = 4
 TOKENS = 96
 HIDDEN = 128
+
+
+def shape_of(num_ranks: int, ranks_per_node: int | None) -> Shape:
+    """The sizes of most cases; ValueError where the ranks break a rule."""
+    return Shape(
+        num_ranks=num_ranks,
+        ranks_per_node=ranks_per_node,
+        num_experts=EXPERTS_PER_RANK * num_ranks,
+        max_tokens=TOKENS,
+        hidden=HIDDEN,
+        topk=TOPK,
+    )
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ import functools
 import torch
 
 from hybrid_ep import check
+from hybrid_ep.check.case import shape_of
 from hybrid_ep.launch import on_ranks, ranks_here
-from hybrid_ep.topology import Topology
 
 
 def run(args: argparse.Namespace) -> int:
     """Check and print; 1 if a property fails, ValueError where an option breaks a rule."""
     num_ranks = ranks_here(args.ranks)
-    Topology(0, num_ranks, num_ranks if args.ranks_per_node is None else args.ranks_per_node)
+    shape_of(num_ranks, args.ranks_per_node)  # a rule is broken before any rank is started
     ran = on_ranks(_on_rank, args.ranks, args.backend, args.ranks_per_node, device=args.device)
     return 0 if ran.values[0].ok else 1
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.check.case import EXPERTS_PER_RANK, Case
-from hybrid_ep.limits import round_up
+from hybrid_ep.integers import round_up
 
 Row = tuple[int, int, int]  # (source, token, expert)
 PADDING: Row = (-1, 0, 0)

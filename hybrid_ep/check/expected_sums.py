@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hybrid_ep.check.case import EXPERTS_PER_RANK, TOPK, Case
 from hybrid_ep.check.expected_rows import Row, kept_rows, row_weight
-from hybrid_ep.topology import Topology
+from hybrid_ep.group import Topology
 
 
 class Sums(NamedTuple):

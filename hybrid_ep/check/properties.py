@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_ep.buffer import combine, dispatch
 from hybrid_ep.check.case import TOKENS, TOPK, Case, bits, key_of, numbers
 from hybrid_ep.check.expected_rows import expected_rows
 from hybrid_ep.check.trial import Trial, beyond_bound, first_of, wrong_values
 from hybrid_ep.check.world import World
-from hybrid_ep.ops import combine, dispatch
 
 LARGE_TOKENS, LARGE_HIDDEN = 256, 2048
 

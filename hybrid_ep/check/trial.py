@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.check.case import TOKENS, Case
 from hybrid_ep.check.expected_rows import Rows, expected_rows, row_weights
 from hybrid_ep.check.expected_sums import Sums, expected_sums
 from hybrid_ep.check.world import World
 from hybrid_ep.handle import Dispatched, Handle
-from hybrid_ep.ops import combine, dispatch
 
 
 class Trial:

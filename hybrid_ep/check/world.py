@@ -17,6 +17,7 @@ from hybrid_ep.check.case import EXPERTS_PER_RANK, HIDDEN, TOKENS, TOPK
 from hybrid_ep.check.result import Property
 from hybrid_ep.config import Config
 from hybrid_ep.errors import GroupError
+from hybrid_ep.group import Group
 
 
 class World:
@@ -38,9 +39,9 @@ class World:
             "ranks_per_node": ranks_per_node,
             "config": Config(timeout_s=timeout_s),
         }
-        together = dist.is_available() and dist.is_initialized()
-        self.num_ranks = dist.get_world_size(group) if together else 1
-        self.rank = dist.get_rank(group) if together else 0
+        ranks = Group(group)
+        self.rank, self.num_ranks = ranks.rank, ranks.num_ranks
+        self.gather = ranks.gather
         self._buffers: dict[tuple[Any, ...], Buffer] = {}
 
     def buffer(
@@ -89,14 +90,6 @@ class World:
             if buffer.device.type == "cuda":
                 torch.cuda.synchronize(buffer.device)
             buffer.check()
-
-    def gather(self, value: Any) -> list[Any]:
-        """One Python object from each rank."""
-        values: list[Any] = [value]
-        if self.num_ranks > 1:
-            values = [None] * self.num_ranks
-            dist.all_gather_object(values, value, group=self._group)
-        return values
 
     @functools.cached_property
     def places(self) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,47 +19,42 @@ class TimedBuffer(Buffer):
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(**sizes)
-        self._spans: list[tuple[Any, Any]] = []
-
-    @property
-    def verbs(self) -> Any:
-        """The backend's verbs, timed."""
-        return _TimedVerbs(super().verbs, self._timed)
+        self._timed = _TimedVerbs(self.communicator.verbs, self.device)
+        self.communicator.verbs = self._timed
 
     def take_seconds(self) -> float:
         """Seconds in the verbs since the last call; waits for the GPU."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-            seconds = sum(begin.elapsed_time(end) for begin, end in self._spans) / 1e3
-        else:
-            seconds = sum(end - begin for begin, end in self._spans)
-        self._spans.clear()
-        return seconds
-
-    def _timed(self, verb: Callable[..., Any]) -> Callable[..., Any]:
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            begin = self._now()
-            result = verb(*args, **kwargs)
-            self._spans.append((begin, self._now()))
-            return result
-
-        return timed
-
-    def _now(self) -> Any:
+        spans, self._timed.spans = self._timed.spans, []
         if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            return sum(end - begin for begin, end in spans)
+        torch.cuda.synchronize(self.device)
+        return sum(begin.elapsed_time(end) for begin, end in spans) / 1e3
 
 
 _VERBS = ("route", "dispatch", "dispatch_fresh", "combine")
 
 
 class _TimedVerbs:
-    def __init__(self, verbs: Any, timed: Callable[..., Any]) -> None:
-        self._verbs, self._timed = verbs, timed
+    def __init__(self, verbs: Any, device: torch.device) -> None:
+        self._verbs, self._device = verbs, device
+        self.spans: list[tuple[Any, Any]] = []
 
     def __getattr__(self, name: str) -> Any:
-        attribute = getattr(self._verbs, name)
-        return self._timed(attribute) if name in _VERBS else attribute
+        verb = getattr(self._verbs, name)
+        if name not in _VERBS:
+            return verb
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = self._now()
+            result = verb(*args, **kwargs)
+            self.spans.append((begin, self._now()))
+            return result
+
+        return timed
+
+    def _now(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -6,10 +6,10 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from hybrid_ep.backends import nvshmem_library
+from hybrid_ep.backends.cuda import nvshmem_library
+from hybrid_ep.backends.cuda.fabric import GID_INDEX, Fabric, choose_fabric
+from hybrid_ep.backends.cuda.settings import MIN_CAPABILITY
 from hybrid_ep.doctor.machine import EXTENSION, NETWORK_EXTENSION, Facts
-from hybrid_ep.fabric import GID_INDEX, Fabric, choose_fabric
-from hybrid_ep.limits import MIN_CAPABILITY
 
 MIN_PYTHON = (3, 10)
 MIN_TORCH = (2, 6)

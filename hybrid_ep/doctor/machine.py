@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep._version import __version__
+from hybrid_ep.backends.cuda.fabric import Port, nccl_files, read_ports
 from hybrid_ep.doctor import nvidia
-from hybrid_ep.fabric import Port, nccl_files, read_ports
 
 EXTENSION = "hybrid_ep._nvlink"
 NETWORK_EXTENSION = "hybrid_ep._nvshmem"
@@ -266,7 +266,7 @@ def load_error(path: str) -> str | None:
 
 def network_load_error() -> str | None:
     """The same with NVSHMEM under it, whose version must fit."""
-    return _error_of("from hybrid_ep.backends import nvshmem; nvshmem.load_extension()")
+    return _error_of("from hybrid_ep.backends.cuda import nvshmem; nvshmem.load_extension()")
 
 
 def _error_of(program: str, *arguments: str) -> str | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hybrid_ep.config import Config
-from hybrid_ep.limits import MAX_QUEUE_DEPTH, MIN_QUEUE_DEPTH
+
+# of a queue pair, as NVSHMEM's IBGDA has it, in powers of two
+MIN_QUEUE_DEPTH, MAX_QUEUE_DEPTH = 128, 32768
 
 
 @dataclass(frozen=True)

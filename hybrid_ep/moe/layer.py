@@ -7,11 +7,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hybrid_ep.buffer import Buffer
-from hybrid_ep.limits import as_integer
+from hybrid_ep.buffer import Buffer, combine, dispatch
+from hybrid_ep.integers import as_integer
 from hybrid_ep.moe.experts import GroupedExperts
 from hybrid_ep.moe.router import Router
-from hybrid_ep.ops import combine, dispatch
 from hybrid_ep.saving import owners, save_by_expert
 
 WEIGHT_PLACES = ("combine", "activation")

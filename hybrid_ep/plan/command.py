@@ -12,13 +12,13 @@ from typing import Any
 
 from hybrid_ep.config import Config
 from hybrid_ep.layout.network_window import Window
-from hybrid_ep.limits import default_scale_bytes
 from hybrid_ep.output.tables import Rows, in_bytes, print_table
 from hybrid_ep.plan import scaling_tables
 from hybrid_ep.plan.plan import UNCONFIRMED, Phase, Plan, make_plan
 from hybrid_ep.plan.random_load import Traffic
-from hybrid_ep.plan.scaling import Shape
+from hybrid_ep.plan.scaling import WeakScaling, deepseek_v3
 from hybrid_ep.plan.scaling_tables import Pair
+from hybrid_ep.shape import DTYPES, Shape, default_scale_bytes, dtype_name
 
 STDOUT = "-"  # --json without a file
 NODE_LIMIT = 4  # DeepSeek-V3's, of the tables of several nodes
@@ -37,18 +37,21 @@ def _one_plan(args: argparse.Namespace) -> Plan:
     missing = [f"--{name}" for name in SIZES if getattr(args, name) is None]
     if missing:
         raise ValueError(f"a plan must have its sizes, missing: {', '.join(missing)}")
-    dtype, scale_bytes = args.dtype or "bf16", args.scale_bytes
+    dtype, scale_bytes = DTYPES[args.dtype or "bf16"], args.scale_bytes
     if scale_bytes is None:
         scale_bytes = default_scale_bytes(dtype, args.hidden)
-    return make_plan(
+    shape = Shape(
         num_ranks=args.ranks,
         ranks_per_node=args.ranks_per_node,
+        num_experts=args.experts,
         max_tokens=args.tokens,
         hidden=args.hidden,
-        num_experts=args.experts,
         topk=args.topk,
         dtype=dtype,
         scale_bytes=scale_bytes,
+    )
+    return make_plan(
+        shape,
         align=args.align,
         node_limit=args.node_limit,
         config=_config(args),
@@ -103,20 +106,23 @@ def _several_nodes(args: argparse.Namespace) -> int:
 
 def _pairs(args: argparse.Namespace) -> list[Pair]:
     """For each dtype the shape with uniform routing and with a node limit."""
-    given = _given(
-        ranks_per_node=args.ranks_per_node,
+    sizes = _given(
         max_tokens=args.tokens,
         hidden=args.hidden,
         num_experts=args.experts,
         topk=args.topk,
+        scale_bytes=args.scale_bytes,
+    )
+    given = _given(
+        ranks_per_node=args.ranks_per_node,
         nvlink_gbs=args.nvlink_gbs,
         network_gbs=args.network_gbs,
     )
     limit = NODE_LIMIT if args.node_limit is None else args.node_limit
     pairs = []
     for dtype in (args.dtype,) if args.dtype else ("bf16", "fp8"):
-        shape = Shape(dtype=dtype, scale_bytes=args.scale_bytes, **given)
-        pairs.append((shape, replace(shape, node_limit=limit)))
+        scaling = WeakScaling(deepseek_v3(dtype=DTYPES[dtype], **sizes), **given)
+        pairs.append((scaling, replace(scaling, node_limit=limit)))
     return pairs
 
 
@@ -137,13 +143,14 @@ def _tell(target: str | None, report: dict[str, Any], show: Callable[[], None]) 
 
 
 def _print_plan(plan: Plan) -> None:
+    shape, dtype = plan.shape, dtype_name(plan.shape.dtype)
     limit = "" if plan.node_limit is None else f", at most {plan.node_limit} nodes a token"
-    scales = f" and {plan.scale_bytes} bytes of scales" if plan.scale_bytes else ""
+    scales = f" and {shape.scale_bytes} bytes of scales" if shape.scale_bytes else ""
     print(
-        f"{_count(plan.num_ranks, 'rank')} in {_count(plan.num_nodes, 'node')} of "
-        f"{plan.ranks_per_node}, {plan.num_experts:,} experts "
-        f"({plan.num_experts // plan.num_ranks:,} a rank), top-{plan.topk}{limit}\n"
-        f"{plan.max_tokens:,} tokens a rank and call, hidden {plan.hidden:,} in {plan.dtype}"
+        f"{_count(shape.num_ranks, 'rank')} in {_count(shape.num_nodes, 'node')} of "
+        f"{shape.ranks_per_node}, {shape.num_experts:,} experts "
+        f"({shape.num_local_experts:,} a rank), top-{shape.topk}{limit}\n"
+        f"{shape.max_tokens:,} tokens a rank and call, hidden {shape.hidden:,} in {dtype}"
         f"{scales}\n"
         "per rank; kB, MB, GB = 1e3, 1e6, 1e9 bytes; expected: experts drawn uniformly at random\n"
     )
@@ -169,7 +176,7 @@ def _print_plan(plan: Plan) -> None:
                 "long: below, the network is the longer\none, above, NVLink.\n"
             )
     if plan.beyond:
-        backend = "nvlink" if plan.num_nodes == 1 else "nvshmem"
+        backend = "nvlink" if plan.shape.num_nodes == 1 else "nvshmem"
         print(f"The {backend} backend cannot run this: {'; '.join(plan.beyond)}.")
     if plan.window is not None:
         print_table("network", ("what", "size", "note"), _window(plan.window))
@@ -194,7 +201,7 @@ def _memory(plan: Plan) -> Rows:
         "summed_flags": "which sums of other nodes have come",
         "rail_flags": "whose routing has come, and whom rail peers waited for in vain",
     }
-    backend = "nvshmem" if plan.num_nodes > 1 else "nvlink"
+    backend = "nvshmem" if plan.shape.num_nodes > 1 else "nvlink"
     return [
         *(
             (name.replace("_", " "), in_bytes(size), notes.get(name, ""))
@@ -241,7 +248,7 @@ def _traffic(plan: Plan, phase: Phase) -> Rows:
         return (link, *map(in_bytes, volumes))
 
     rows = [row("NVLink", phase.nvlink)]
-    if plan.num_nodes > 1:
+    if plan.shape.num_nodes > 1:
         rows.append(row("network, once a node", phase.network))
         rows.append(row("network if once a rank", phase.network_without_dedup))
         rows.append(row("network if once an expert", phase.network_once_an_expert))

@@ -37,7 +37,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hybrid_ep.limits import check_counts
+from hybrid_ep.integers import check_counts
 from hybrid_ep.plan.plan import NETWORK_GBS, NVLINK_GBS, Plan
 
 NETWORK_LATENCY_US = 5.0  # assumed: a put with its signal, or a credit, one way
@@ -215,15 +215,15 @@ def pipeline_of(
     Raises:
         ValueError: the plan has one node.
     """
-    if plan.num_nodes == 1:
+    if plan.shape.num_nodes == 1:
         raise ValueError("a pipeline across nodes must have at least 2 nodes, got 1")
     phase = plan.dispatch
     rates = {bound.limit: bound.gbs for bound in phase.bounds}
     arriving = phase.network.expected / phase.row_bytes
-    local_pull_bytes = phase.nvlink.expected / plan.num_nodes
-    tokens_per_peer = max(1, round(arriving / (plan.num_nodes - 1)))
+    local_pull_bytes = phase.nvlink.expected / plan.shape.num_nodes
+    tokens_per_peer = max(1, round(arriving / (plan.shape.num_nodes - 1)))
     return Pipeline(
-        num_peers=plan.num_nodes - 1,
+        num_peers=plan.shape.num_nodes - 1,
         tokens_per_peer=tokens_per_peer,
         record_bytes=phase.row_bytes,
         pull_bytes=(phase.nvlink.expected - local_pull_bytes) / arriving,
@@ -234,7 +234,7 @@ def pipeline_of(
         nvlink_gbs=rates["NVLink"],
         network_latency_us=network_latency_us,
         nvlink_latency_us=nvlink_latency_us,
-        density=min(1.0, tokens_per_peer / plan.max_tokens),
+        density=min(1.0, tokens_per_peer / plan.shape.max_tokens),
         put_us=put_us,
         pass_on_us=pass_on_us,
     )

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hybrid_ep.limits import round_up
+from hybrid_ep.integers import round_up
+from hybrid_ep.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -77,33 +78,21 @@ class Load:
         )
 
 
-def random_load(
-    *,
-    num_nodes: int,
-    nodes_allowed: int,
-    ranks_per_node: int,
-    num_experts: int,
-    topk: int,
-    max_tokens: int,
-    align: int,
-) -> Load:
+def random_load(shape: Shape, *, nodes_allowed: int, align: int) -> Load:
     """The load of one rank.
 
     Args:
-        num_nodes: nodes of the group.
+        shape: sizes; every rank dispatches ``max_tokens``, of ``topk`` distinct experts each.
         nodes_allowed: nodes on which the experts of a token may lie.
-        ranks_per_node: ranks of a node.
-        num_experts: E, over all ranks.
-        topk: K, distinct experts of a token.
-        max_tokens: T, tokens that every rank dispatches.
         align: each expert's group of rows is padded to a multiple of this.
 
     Returns:
         Load: in rows.
     """
     # a token reaches a given rank (node) if its node is among the allowed and an expert is drawn
-    num_ranks = num_nodes * ranks_per_node
-    num_local_experts, tokens = num_experts // num_ranks, max_tokens
+    num_ranks, num_nodes, ranks_per_node = shape.num_ranks, shape.num_nodes, shape.ranks_per_node
+    num_experts, num_local_experts = shape.num_experts, shape.num_local_experts
+    tokens, topk = shape.max_tokens, shape.topk
     reachable = num_experts // num_nodes * nodes_allowed
     node_share = nodes_allowed / num_nodes
     on_rank = node_share * _hit_probability(reachable, num_local_experts, topk)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hybrid_ep.limits import check_counts, default_scale_bytes, round_up
+import torch
+
+from hybrid_ep.integers import check_counts, round_up
 from hybrid_ep.plan.pipeline_model import (
     Outcome,
     fewest_credits,
@@ -18,48 +20,54 @@ from hybrid_ep.plan.pipeline_model import (
     simulate,
 )
 from hybrid_ep.plan.plan import NETWORK_GBS, NVLINK_GBS, Plan, make_plan
+from hybrid_ep.shape import Shape, default_scale_bytes, dtype_name
 
 SCALING_NODES = (1, 2, 4, 8, 16, 32, 64, 128)  # of 8 ranks: 8 to 1,024
 SIMULATED_NODES = (2, 4, 8)
 
 
+def deepseek_v3(**sizes: Any) -> Shape:
+    """A Shape of one rank: the sizes given, DeepSeek-V3's for the others."""
+    sizes = {"max_tokens": 4096, "hidden": 7168, "num_experts": 256, "topk": 8, **sizes}
+    scale_bytes = default_scale_bytes(sizes.get("dtype", torch.bfloat16), sizes["hidden"])
+    return Shape(**{"num_ranks": 1, "scale_bytes": scale_bytes, **sizes})
+
+
 @dataclass(frozen=True)
-class Shape:
-    """What does not change with the number of nodes; DeepSeek-V3 on nodes of 8.
+class WeakScaling:
+    """What does not change with the number of nodes.
 
     Attributes:
-        num_experts: rounded up to a multiple of the ranks, so that from 256 ranks on each has one.
-        dtype: payload of dispatch.
-        scale_bytes: bytes of scales per token; None: with fp8 a float for 128 values, else none.
+        shape: of one rank. Its experts are rounded up to a multiple of the ranks, so that each rank
+            has one where there are more ranks.
+        ranks_per_node: ranks of a node.
         node_limit: most nodes that a token's experts lie on; None: any.
         nvlink_gbs: GB/s of NVLink, per rank and direction.
         network_gbs: GB/s of a rank's network card and direction.
     """
 
+    shape: Shape
     ranks_per_node: int = 8
-    max_tokens: int = 4096
-    hidden: int = 7168
-    num_experts: int = 256
-    topk: int = 8
-    dtype: str = "bf16"
-    scale_bytes: int | None = None
     node_limit: int | None = None
     nvlink_gbs: float = NVLINK_GBS
     network_gbs: float = NETWORK_GBS
 
     def plan(self, num_nodes: int) -> Plan:
         """The plan on so many nodes."""
-        check_counts(ranks_per_node=self.ranks_per_node, num_experts=self.num_experts)
+        check_counts(ranks_per_node=self.ranks_per_node)
         num_ranks = num_nodes * self.ranks_per_node
-        scale_bytes = self.scale_bytes
-        if scale_bytes is None:
-            scale_bytes = default_scale_bytes(self.dtype, self.hidden)
-        sizes = {
-            **asdict(self),
-            "num_experts": round_up(self.num_experts, num_ranks),
-            "scale_bytes": scale_bytes,
-        }
-        return make_plan(num_ranks=num_ranks, **sizes)
+        shape = replace(
+            self.shape,
+            num_ranks=num_ranks,
+            ranks_per_node=self.ranks_per_node,
+            num_experts=round_up(self.shape.num_experts, num_ranks),
+        )
+        return make_plan(
+            shape,
+            node_limit=self.node_limit,
+            nvlink_gbs=self.nvlink_gbs,
+            network_gbs=self.network_gbs,
+        )
 
 
 @dataclass(frozen=True)
@@ -128,9 +136,9 @@ class SimulatedRow:
         return {**asdict(self), "outcome": self.outcome.as_dict()}
 
 
-def scaling_rows(shape: Shape, nodes: tuple[int, ...] = SCALING_NODES) -> list[ScalingRow]:
+def scaling_rows(scaling: WeakScaling, nodes: tuple[int, ...] = SCALING_NODES) -> list[ScalingRow]:
     """The shape on growing numbers of nodes."""
-    return [_scaling_row(shape, num_nodes) for num_nodes in nodes]
+    return [_scaling_row(scaling, num_nodes) for num_nodes in nodes]
 
 
 def first_network_bound(rows: list[ScalingRow]) -> ScalingRow | None:
@@ -144,7 +152,7 @@ def first_network_bound(rows: list[ScalingRow]) -> ScalingRow | None:
 
 
 def simulated_row(
-    shape: Shape,
+    scaling: WeakScaling,
     num_nodes: int,
     *,
     chunk_tokens: int,
@@ -153,15 +161,15 @@ def simulated_row(
 ) -> SimulatedRow:
     """Simulate the dispatch of a shape on so many nodes; the arguments as in ``pipeline_of``."""
     pipeline = pipeline_of(
-        shape.plan(num_nodes),
+        scaling.plan(num_nodes),
         credits=credits,
         chunk_tokens=chunk_tokens,
         **costs,
     )
     return SimulatedRow(
         num_nodes=num_nodes,
-        dtype=shape.dtype,
-        node_limit=shape.node_limit,
+        dtype=dtype_name(scaling.shape.dtype),
+        node_limit=scaling.node_limit,
         chunk_tokens=chunk_tokens,
         chunk_bytes=chunk_tokens * pipeline.record_bytes,
         credits=credits,
@@ -173,23 +181,23 @@ def simulated_row(
     )
 
 
-def _scaling_row(shape: Shape, num_nodes: int) -> ScalingRow:
-    plan = shape.plan(num_nodes)
+def _scaling_row(scaling: WeakScaling, num_nodes: int) -> ScalingRow:
+    plan = scaling.plan(num_nodes)
     phase = plan.dispatch
     network_us, once_a_rank_us, nvlink_us = (
         traffic.expected / gbs / 1e3
         for traffic, gbs in (
-            (phase.network, shape.network_gbs),
-            (phase.network_without_dedup, shape.network_gbs),
-            (phase.nvlink, shape.nvlink_gbs),
+            (phase.network, scaling.network_gbs),
+            (phase.network_without_dedup, scaling.network_gbs),
+            (phase.nvlink, scaling.nvlink_gbs),
         )
     )
     return ScalingRow(
-        num_ranks=plan.num_ranks,
+        num_ranks=plan.shape.num_ranks,
         num_nodes=num_nodes,
-        num_experts=plan.num_experts,
-        dtype=shape.dtype,
-        node_limit=shape.node_limit,
+        num_experts=plan.shape.num_experts,
+        dtype=dtype_name(scaling.shape.dtype),
+        node_limit=scaling.node_limit,
         row_bytes=phase.row_bytes,
         nodes_of_token=plan.nodes.expected,
         network_bytes=phase.network.expected,

@@ -6,20 +6,20 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hybrid_ep.limits import MAX_CHUNK_TOKENS
+from hybrid_ep.config import MAX_CHUNK_TOKENS
 from hybrid_ep.output.tables import in_bytes, print_table
 from hybrid_ep.plan.plan import UNCONFIRMED
 from hybrid_ep.plan.scaling import (
     SIMULATED_NODES,
     ScalingRow,
-    Shape,
     SimulatedRow,
+    WeakScaling,
     first_network_bound,
     scaling_rows,
     simulated_row,
 )
 
-Pair = tuple[Shape, Shape]  # of one dtype: with uniform routing, with a node limit
+Pair = tuple[WeakScaling, WeakScaling]  # of one dtype: with uniform routing, with a node limit
 
 CHUNK_SWEEP = (2, 8, MAX_CHUNK_TOKENS)  # tokens, on the fewest nodes, where the sides are closest
 
@@ -34,7 +34,7 @@ class Scaling:
     @classmethod
     def of(cls, pairs: Sequence[Pair]) -> Scaling:
         """The tables of these shapes."""
-        return cls(pairs, [scaling_rows(shape) for pair in pairs for shape in pair])
+        return cls(pairs, [scaling_rows(scaling) for pair in pairs for scaling in pair])
 
     def as_dict(self) -> list[dict[str, Any]]:
         """For JSON."""
@@ -42,15 +42,15 @@ class Scaling:
 
     def show(self) -> None:
         """Print them."""
-        shape = self.pairs[0][0]
+        scaling = self.pairs[0][0]
         print(
-            f"weak scaling of dispatch: nodes of {shape.ranks_per_node}, {_shape(shape)},\n"
-            f"network {shape.network_gbs:g} GB/s, NVLink {shape.nvlink_gbs:g} GB/s; expected bytes "
-            "of a rank, each way, and the floors that they set.\nA token crosses the network once "
-            "a node; once a rank, once an expert: what it would be without\ndeduplication. Even "
-            "at: the network card's GB/s at which both sides take as long. The limited\nrouting "
-            "draws the nodes uniformly and experts within them. Combine carries the same copies\n"
-            "home, in bf16 at least. MB, GB = 1e6, 1e9 bytes.\n"
+            f"weak scaling of dispatch: {_sizes(scaling)},\n"
+            f"network {scaling.network_gbs:g} GB/s, NVLink {scaling.nvlink_gbs:g} GB/s; expected "
+            "bytes of a rank, each way, and the floors that they set.\nA token crosses the network "
+            "once a node; once a rank, once an expert: what it would be without\ndeduplication. "
+            "Even at: the network card's GB/s at which both sides take as long. The limited\n"
+            "routing draws the nodes uniformly and experts within them. Combine carries the same "
+            "copies\nhome, in bf16 at least. MB, GB = 1e6, 1e9 bytes.\n"
         )
         for table in self.tables:
             _print_scaling(table)
@@ -58,7 +58,7 @@ class Scaling:
         print(f"{UNCONFIRMED}\n")
 
     def _print_more_ranks_than_experts(self) -> None:
-        experts = self.pairs[0][0].num_experts
+        experts = self.pairs[0][0].shape.num_experts
         if any(row.num_experts != experts for row in self.tables[0]):
             print(
                 f"Every rank needs as many experts as the others, so there are more than {experts} "
@@ -87,11 +87,11 @@ class Simulation:
     ) -> Simulation:
         """Simulate these shapes; a node limit that does not bind is left out."""
         rows = [
-            simulated_row(shape, nodes, chunk_tokens=chunk_tokens, credits=credits, **costs)
+            simulated_row(scaling, nodes, chunk_tokens=chunk_tokens, credits=credits, **costs)
             for pair in pairs
-            for shape in pair
+            for scaling in pair
             for nodes in SIMULATED_NODES
-            if shape.node_limit is None or shape.node_limit < nodes
+            if scaling.node_limit is None or scaling.node_limit < nodes
         ]
         sweep = [
             simulated_row(
@@ -111,11 +111,11 @@ class Simulation:
 
     def show(self) -> None:
         """Print them."""
-        shape, first = self.pairs[0][0], self.rows[0]
+        scaling, first = self.pairs[0][0], self.rows[0]
         print(
-            f"dispatch across nodes, simulated: nodes of {shape.ranks_per_node}, {_shape(shape)},\n"
-            f"network {shape.network_gbs:g} GB/s and {self.costs['network_latency_us']:g} us, "
-            f"NVLink {shape.nvlink_gbs:g} GB/s and {self.costs['nvlink_latency_us']:g} us, "
+            f"dispatch across nodes, simulated: {_sizes(scaling)},\n"
+            f"network {scaling.network_gbs:g} GB/s and {self.costs['network_latency_us']:g} us, "
+            f"NVLink {scaling.nvlink_gbs:g} GB/s and {self.costs['nvlink_latency_us']:g} us, "
             f"{self.costs['put_us']:g} us of the card per put and signal,\n"
             f"{self.costs['pass_on_us']:g} us to pass an arrival on (these times are assumed). "
             "A token on its way holds its\nplace at the rail peer until it is pulled there. "
@@ -209,8 +209,9 @@ def _routing(node_limit: int | None) -> str:
     return "uniform" if node_limit is None else f"at most {node_limit} nodes"
 
 
-def _shape(shape: Shape) -> str:
+def _sizes(scaling: WeakScaling) -> str:
+    shape = scaling.shape
     return (
-        f"{shape.max_tokens:,} tokens a rank, hidden {shape.hidden:,}, {shape.num_experts:,} "
-        f"experts, top-{shape.topk}"
+        f"nodes of {scaling.ranks_per_node}, {shape.max_tokens:,} tokens a rank, hidden "
+        f"{shape.hidden:,}, {shape.num_experts:,} experts, top-{shape.topk}"
     )

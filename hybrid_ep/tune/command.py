@@ -40,14 +40,14 @@ def run(args: argparse.Namespace) -> int:
         dtypes=(args.dtype,),
     )
     options.check(ranks_here(args.ranks))
-    (shape,) = options.shapes()
+    (load,) = options.loads(ranks_here(args.ranks))
     make_room("--out", args.out)
     make_room("--json", args.json)
-    ran = on_ranks(tune, args.ranks, shape, goal)
+    ran = on_ranks(tune, args.ranks, load, goal)
     if not ran.speaks:
         return 0
     machine = describe_machine("auto", len(ran.values), args.commit)
-    report = make_report(ran.values[0], shape, len(ran.values), machine)
+    report = make_report(ran.values[0], load, len(ran.values), machine)
     tell(report)
     tuned_for = {key: report[key] for key in report if key not in ("config", "measured")}
     ran.values[0].config.save(args.out, tuned_for=tuned_for)
@@ -59,13 +59,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_report(
-    tuned: Tuned, shape: bench.Shape, num_ranks: int, machine: dict[str, Any]
+    tuned: Tuned, load: bench.Load, num_ranks: int, machine: dict[str, Any]
 ) -> dict[str, Any]:
     """What ``--json`` writes."""
     return {
         **machine,
         "ranks": num_ranks,
-        **asdict(shape),
+        **load.record(),
         **asdict(tuned.goal),
         "complete": tuned.complete,
         "config": asdict(tuned.config),

@@ -27,10 +27,10 @@ import torch.distributed as dist
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
-from hybrid_ep.bench.options import DTYPES, Options, Shape
+from hybrid_ep.bench.options import Load, Options
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import MAX_SLICE_BYTES, Config
-from hybrid_ep.limits import round_up
+from hybrid_ep.integers import round_up
 
 AIMS = ("fastest", "fewest")
 OPS = ("dispatch", "combine")
@@ -296,7 +296,7 @@ class Tuned:
 
 def tune(
     device: torch.device,
-    shape: Shape,
+    load: Load,
     goal: Goal,
     *,
     backend: str = "nvlink",
@@ -307,7 +307,7 @@ def tune(
 
     Args:
         device: of this rank.
-        shape: of the calls; fp8 is dispatched with its scales, and bf16 comes home.
+        load: of the calls; fp8 is dispatched with its scales, and bf16 comes home.
         goal: equal on all ranks.
         backend: to measure; of the torch backend no setting changes the time.
         iters: timed calls of a setting; three times as many confirm the choice.
@@ -321,9 +321,8 @@ def tune(
         here = torch.cuda.get_device_properties(device).multi_processor_count
         goal = replace(goal, max_sms=min(goal.max_sms, *_gather(here)))
     config = within_budget(Config(), goal.max_sms)
-    row_bytes = shape.hidden * DTYPES[shape.dtype].itemsize
     lines = {
-        "dispatch": dispatch_lines(goal.max_sms, row_bytes),
+        "dispatch": dispatch_lines(goal.max_sms, load.row_bytes),
         "combine": combine_lines(goal.max_sms),
     }
     measured: list[Measurement] = []
@@ -335,7 +334,9 @@ def tune(
         def time_is_up(seconds: float = seconds) -> bool:
             return max(_gather(time.monotonic() - began)) > seconds
 
-        moved = replace(shape, dtype="bf16") if (op, shape.dtype) == ("combine", "fp8") else shape
+        moved = load
+        if op == "combine" and load.is_fp8:
+            moved = replace(load, dtype=torch.bfloat16, scale_bytes=0)
         meter = Meter(clock, moved, op, backend, iters=iters, warmup=warmup)
         found, ended = search(config, lines[op], meter.measure, goal, time_is_up)
         confirmed.append(confirm(found, functools.partial(meter.measure, times=3), goal))
@@ -350,13 +351,13 @@ class Meter:
     """Times one op with any Config, in turns with the default one; collective."""
 
     def __init__(
-        self, clock: Clock, shape: Shape, op: str, backend: str, *, iters: int, warmup: int
+        self, clock: Clock, load: Load, op: str, backend: str, *, iters: int, warmup: int
     ) -> None:
-        self._clock, self._shape, self._op, self._backend = clock, shape, op, backend
+        self._clock, self._load, self._op, self._backend = clock, load, op, backend
         self._iters, self._warmup = iters, warmup
         rank, device = dist.get_rank(), clock.device
-        self._inputs = [make_inputs(shape, rank, index, device) for index in range(NUM_INPUTS)]
-        self._copy_counts = CopyCounts(shape, self._inputs)
+        self._inputs = [make_inputs(load, rank, index, device) for index in range(NUM_INPUTS)]
+        self._copy_counts = CopyCounts(load, self._inputs)
         self._default_buffer, self._default_call = self._prepare(Config())
 
     def measure(self, config: Config, times: int = 1) -> Measurement:
@@ -376,9 +377,9 @@ class Meter:
 
     def _prepare(self, config: Config) -> tuple[Buffer, Call]:
         """A Buffer and the forward of the op from fresh routing, of exact size."""
-        buffer = make_buffer(self._shape, self._clock.device, self._backend, config)
+        buffer = make_buffer(self._load, self._clock.device, self._backend, config)
         calls = library_calls(
-            buffer, self._shape, self._inputs, "exact", self._copy_counts, Options(backward=False)
+            buffer, self._load, self._inputs, "exact", self._copy_counts, Options(backward=False)
         )
         return buffer, next(each for each in calls if (each.op, each.mode) == (self._op, "fresh"))
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hybrid_ep.layout.buffer_layout import symmetric_regions
+from hybrid_ep.shape import Shape
 from tests.cases import Case
 from tests.ranks import memory
 
@@ -18,13 +19,14 @@ CASE = Case("release", tokens=(1000, 771), max_tokens=4096, topk=4, hidden=1024)
 def symmetric_bytes(case: Case) -> int:
     return sum(
         symmetric_regions(
-            ranks_per_node=case.num_ranks,
-            num_local_experts=case.experts_per_rank,
-            max_tokens=case.max_tokens,
-            hidden=case.hidden,
-            topk=case.topk,
-            itemsize=case.dtype.itemsize,
-            scale_bytes=0,
+            Shape(
+                num_ranks=case.num_ranks,
+                num_experts=case.num_experts,
+                max_tokens=case.max_tokens,
+                hidden=case.hidden,
+                topk=case.topk,
+                dtype=case.dtype,
+            )
         ).values()
     )
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hybrid_ep.backends.trace import SPANS
+from hybrid_ep.backends.cuda.trace import SPANS
 from tests.cases import Case
 from tests.ranks import traces
 

@@ -98,8 +98,8 @@ class MicroBatches:
         self.calls: list[str] = []
         for buffer in self.buffers:
             for verb in ("route", "dispatch", "combine"):
-                recorded = self._recorded(verb, getattr(buffer.verbs, verb))
-                setattr(buffer.verbs, verb, recorded)
+                recorded = self._recorded(verb, getattr(buffer.communicator.verbs, verb))
+                setattr(buffer.communicator.verbs, verb, recorded)
 
     def _recorded(self, verb: str, call: Any) -> Any:
         def recorded(*args: Any, **sizes: Any) -> Any:

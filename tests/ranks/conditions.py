@@ -18,7 +18,7 @@ from torch import Tensor
 
 import hybrid_ep
 from hybrid_ep import Config
-from hybrid_ep.backends import kernels
+from hybrid_ep.backends.cuda.arguments import Sent
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.launch import Rank
@@ -83,7 +83,7 @@ def refused_by_the_runtime(me: Rank) -> dict[str, str]:
     case = replace(CASE, num_scales=4)
     buffer = me.buffer(**case.sizes())
     out = send(me, buffer, case.inputs(me.rank))
-    verbs, layout = buffer.verbs, out.handle.layout
+    verbs, layout = buffer.communicator.verbs, out.handle.layout
     tokens = case.num_tokens(me.rank)
 
     def x_of(dtype: torch.dtype, width: int = case.hidden) -> Tensor:
@@ -122,14 +122,14 @@ def out_of_memory_between_the_parts(me: Rank) -> dict[str, Any]:
     """The last rank gets no memory for the rows of an exact dispatch; then all go on."""
     buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
     fails = me.rank == me.num_ranks - 1
-    real = kernels._Sent.make_rows
+    real = Sent.make_rows
 
     def no_memory(*args: Any) -> Any:
         raise torch.cuda.OutOfMemoryError("made up")
 
     case = CASE.on(me.num_ranks)
     x, topk_idx = batch(me, case, 1.0)
-    with mock.patch.object(kernels._Sent, "make_rows", no_memory if fails else real):
+    with mock.patch.object(Sent, "make_rows", no_memory if fails else real):
         raised = what_it_raises(lambda: hybrid_ep.dispatch(buffer, x, topk_idx))
     second, topk_idx = batch(me, case, 2.0)
     bounded = hybrid_ep.dispatch(buffer, second, topk_idx, max_rows=256 * me.num_ranks)
@@ -204,8 +204,8 @@ def a_launch_fails(me: Rank, verb: str) -> dict[str, Any]:
 
     start = time.monotonic()
     if me.rank == me.num_ranks - 1:
-        refusing = Refusing(buffer._backend._runtime, verb)
-        with mock.patch.object(buffer._backend, "_runtime", refusing):
+        refusing = Refusing(buffer.communicator.backend._runtime, verb)
+        with mock.patch.object(buffer.communicator.backend, "_runtime", refusing):
             raised = what_it_raises(call)
     else:
         raised = what_it_raises(call)
@@ -368,7 +368,7 @@ def routing_that_ends_late(me: Rank, num_sms: int, rounds: int) -> None:
 
 def constructions_that_fail(me: Rank, where: str, rounds: int) -> dict[str, Any]:
     """The last rank fails to build a Buffer, again and again; then a Buffer is built."""
-    from hybrid_ep.backends import nvlink
+    from hybrid_ep.backends.cuda import nvlink
 
     case = replace(CASE, tokens=(4096,), hidden=2048)
     fails = me.rank == me.num_ranks - 1
@@ -388,19 +388,19 @@ def constructions_that_fail(me: Rank, where: str, rounds: int) -> dict[str, Any]
         held.append(together(me, held_bytes))
     buffer = me.buffer(**case.sizes())
     send(me, buffer, case.inputs(me.rank))
-    symmetric = buffer._backend._runtime.symmetric_bytes
+    symmetric = buffer.communicator.backend._runtime.symmetric_bytes
     finish(me, buffer)
     return {"texts": texts, "held": held, "symmetric": symmetric}
 
 
 def restores_that_fail(me: Rank, rounds: int) -> dict[str, Any]:
     """The last rank finds no memory at a restore, again and again; then it does."""
-    from hybrid_ep.backends import nvlink
+    from hybrid_ep.backends.cuda import nvlink
 
     case = replace(CASE, tokens=(4096,), hidden=2048)
     buffer = me.buffer(**case.sizes())
     want = send(me, buffer, case.inputs(me.rank))
-    symmetric = buffer._backend._runtime.symmetric_bytes
+    symmetric = buffer.communicator.backend._runtime.symmetric_bytes
     buffer.release()
     real = nvlink._nvlink.Runtime
 
@@ -430,7 +430,7 @@ def a_peer_died(me: Rank, path: str) -> dict[str, Any]:
     case = replace(CASE, tokens=(4096,), hidden=4096)
     buffer = me.buffer(**case.sizes(), config=Config(timeout_s=2))
     send(me, buffer, case.inputs(me.rank), max_rows=1 << 15)
-    symmetric = buffer._backend._runtime.symmetric_bytes
+    symmetric = buffer.communicator.backend._runtime.symmetric_bytes
     torch.cuda.synchronize()
     dist.barrier()
     if me.rank == me.num_ranks - 1:

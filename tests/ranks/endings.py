@@ -68,7 +68,7 @@ def captured() -> Iterator[None]:
 
 
 def begin_a_call(buffer: hybrid_ep.Buffer) -> None:
-    backend = buffer.verbs
+    backend = buffer.communicator.verbs
     backend._streams = SimpleNamespace(current=lambda: 0, are_several=False)
     backend._begin()
 

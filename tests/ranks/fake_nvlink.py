@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import hybrid_ep.buffer
+import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises

@@ -17,9 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hybrid_ep.buffer
-import hybrid_ep.round_trip
-from hybrid_ep.backends import kernels, nvshmem
+import hybrid_ep
+from hybrid_ep import group, ops, round_trip
+from hybrid_ep.backends.cuda import nvshmem, settings
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
@@ -103,13 +103,13 @@ def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[N
             (nvshmem, "_nvshmem", fake),
             (nvshmem, "_heap", nvshmem.Heap()),
             (nvshmem, "gpu_uuid", lambda device: gpu),
-            (hybrid_ep.buffer, "gpu_uuid", lambda device: gpu),
-            (kernels, "num_sms", lambda device: 132),
-            (hybrid_ep.buffer, "host_name", lambda: host),
-            (hybrid_ep.round_trip, "verify_once", lambda buffer, hosts: None),  # no kernels here
+            (group, "gpu_uuid", lambda device: gpu),
+            (settings, "num_sms", lambda device: 132),
+            (group, "host_name", lambda: host),
+            (round_trip, "verify_once", lambda communicator: None),  # no kernels here
             (torch.cuda, "get_device_capability", lambda device: (9, 0)),
             (torch.cuda, "synchronize", lambda device=None: None),
-            (hybrid_ep.buffer, "prepare_order", lambda device: None),
+            (ops, "prepare_order", lambda device: None),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
@@ -147,7 +147,7 @@ def prepare_in_vain(me: Rank, owner: str, name: str, error: Exception) -> tuple[
     """Rank 1 cannot take part in NVSHMEM's start: what each rank raises, and whether it started."""
     fake = Fake()
     sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvshmem"}
-    place = {"nvshmem": nvshmem, "kernels": kernels, "torch.cuda": torch.cuda}[owner]
+    place = {"nvshmem": nvshmem, "settings": settings, "torch.cuda": torch.cuda}[owner]
     with gpu_with(fake), failing(me, place, name, error):
         kind, text = raised_by(lambda: me.buffer(**sizes))
     return kind, text, any(call.startswith("start") for call in fake.calls)

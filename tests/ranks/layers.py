@@ -112,7 +112,7 @@ class NoisyBlock:
 
     def make_buffer(self) -> None:
         self.buffer = self.me.buffer(**self.case.sizes())
-        backend = self.buffer.verbs
+        backend = self.buffer.communicator.verbs
         for verb in ("route", "dispatch", "combine"):
             setattr(backend, verb, self._counted(verb, getattr(backend, verb)))
 

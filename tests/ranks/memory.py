@@ -120,9 +120,11 @@ def release_after_a_failure(me: Rank, case: Case) -> list[str]:
     buffer = me.buffer(**case.sizes())
     facts = {"rank": 0, "peer": 1, "phase": "combine", "call": 7}
     failure = hybrid_ep.PeerError(reason="made up", **facts) if me.rank == 0 else None
-    with mock.patch.object(buffer.verbs, "check", side_effect=failure):
+    with mock.patch.object(buffer.communicator.verbs, "check", side_effect=failure):
         texts = [what_it_raises(buffer.release) for _ in range(3)]
-    assert buffer.gather(me.rank) == list(range(me.num_ranks)), "ranks are out of step"
+    assert buffer.communicator.group.gather(me.rank) == list(range(me.num_ranks)), (
+        "ranks are out of step"
+    )
     buffer.destroy()
     return texts
 
@@ -149,6 +151,6 @@ def largest_of_routing(me: Rank, case: Case) -> int:
     buffer = me.buffer(**case.sizes())
     topk_idx = case.inputs(me.rank).topk_idx.to(me.device)
     with LargestTensor() as largest:
-        buffer.verbs.route(topk_idx, max_rows=None, align=1)
+        buffer.communicator.verbs.route(topk_idx, max_rows=None, align=1)
     buffer.destroy()
     return largest.num_bytes

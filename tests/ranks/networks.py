@@ -13,32 +13,34 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
-from hybrid_ep import Buffer
-from hybrid_ep.backends import kernels, nvshmem
+from hybrid_ep import Config
+from hybrid_ep.backends.cuda import nvshmem
+from hybrid_ep.group import Group
+from hybrid_ep.shape import Shape
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import verbs
 
 
-class LoopbackBackend(kernels.KernelBackend):
-    """The nvshmem backend on plain stores; its ranks are on one host."""
+class LoopbackMemory:
+    """The kernels of several nodes on plain stores; the ranks are on one host."""
 
     name = "nvshmem"
     delay_us = 0  # that puts wait for, at most
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._remember(buffer)
-        config = nvshmem.runtime_config(buffer, kernels.num_sms(buffer.device))
-        self._runtime = nvshmem._nvshmem.Runtime(config, loopback=True)
-        self._ends_with(self._runtime.destroy)
-        self._runtime.open_peers(buffer.gather(self._runtime.ipc_handle()))
+    def __init__(
+        self, shape: Shape, group: Group, config: Config, settings: dict[str, Any]
+    ) -> None:
+        sizes = nvshmem.runtime_config(settings)
+        self.runtime = nvshmem._nvshmem.Runtime(sizes, loopback=True)
+        self.give_back = self.runtime.destroy
+        self.runtime.open_peers(group.gather(self.runtime.ipc_handle()))
         if self.delay_us > 0:
-            self._runtime.delay_puts(self.delay_us)
-        buffer.gather(None)
-        self.layout_size = self._runtime.handle_words
+            self.runtime.delay_puts(self.delay_us)
+        group.gather(None)
 
     def describe(self) -> str:
-        return "nvshmem's kernels over CUDA IPC"
+        return "memory through CUDA IPC"
 
     def reclaim(self) -> None:
         pass
@@ -46,17 +48,17 @@ class LoopbackBackend(kernels.KernelBackend):
 
 @contextlib.contextmanager
 def loopback() -> Iterator[None]:
-    with mock.patch.object(nvshmem, "NvshmemBackend", LoopbackBackend):
+    with mock.patch.object(nvshmem, "Memory", LoopbackMemory):
         yield
 
 
-class DelayingBackend(LoopbackBackend):
+class DelayingMemory(LoopbackMemory):
     delay_us = 300  # longer than a call of the tests' sizes takes
 
 
 @contextlib.contextmanager
 def delaying() -> Iterator[None]:
-    with mock.patch.object(nvshmem, "NvshmemBackend", DelayingBackend):
+    with mock.patch.object(nvshmem, "Memory", DelayingMemory):
         yield
 
 

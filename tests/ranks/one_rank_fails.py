@@ -8,8 +8,8 @@ from typing import Any
 from unittest import mock
 
 import hybrid_ep
-import hybrid_ep.buffer
-from hybrid_ep.backends import nvlink, nvshmem
+from hybrid_ep.backends import choose
+from hybrid_ep.backends.cuda import nvlink, nvshmem
 from hybrid_ep.config import Config
 from tests.cases import Case
 from tests.launch import Rank
@@ -42,11 +42,11 @@ def failing(me: Rank, owner: Any, name: str, error: Exception) -> Iterator[None]
 
 
 def backend_class(me: Rank) -> tuple[Any, str]:
-    """Where a Buffer finds the class of the target's backend, and its name."""
+    """Where a Buffer finds the class of the target's backend, or of its memory, and its name."""
     return {
-        "torch": (hybrid_ep.buffer, "TorchBackend"),
-        "nvlink": (nvlink, "NvlinkBackend"),
-        "nvshmem": (nvshmem, "NvshmemBackend"),
+        "torch": (choose, "TorchBackend"),
+        "nvlink": (nvlink, "Memory"),
+        "nvshmem": (nvshmem, "Memory"),
     }[me.backend]
 
 
@@ -59,7 +59,7 @@ def build_the_backend(me: Rank, error: Exception) -> list[tuple[str, str]]:
 
 def release(me: Rank, error: Exception) -> list[tuple[str, str]]:
     buffer = me.buffer(**CASE.on(me.num_ranks).sizes())
-    with failing(me, buffer.verbs, "reclaim", error):
+    with failing(me, buffer.communicator.verbs, "reclaim", error):
         told = [raised_by(buffer.release)]
     buffer.restore()
     return [*told, raised_by(buffer.destroy)]
@@ -71,7 +71,7 @@ def restore(me: Rank, error: Exception) -> list[tuple[str, str]]:
     buffer.release()
     with failing(me, *backend_class(me), error):
         told = [raised_by(buffer.restore)]
-    assert "was released" in raised_by(lambda: buffer.verbs)[1]
+    assert "was released" in raised_by(lambda: buffer.communicator.verbs.route)[1]
     told.append(raised_by(buffer.restore))
     buffer.destroy()
     return told
@@ -83,7 +83,7 @@ def write_trace(me: Rank, paths: list[str]) -> list[tuple[str, str]]:
     buffer = me.buffer(**CASE.on(me.num_ranks).sizes(), config=config)
     with contextlib.ExitStack() as stack:
         if me.backend == "torch":
-            buffer.verbs.take_trace = list
+            buffer.communicator.verbs.take_trace = list
             stack.enter_context(mock.patch.object(hybrid_ep.Buffer, "backend", "nvlink"))
         told = [raised_by(lambda path=path: buffer.write_trace(path)) for path in paths]
     buffer.destroy()

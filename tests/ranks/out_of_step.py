@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.backends import host_memory
+from hybrid_ep.backends.torch import host_memory
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import mistakes
@@ -171,13 +171,13 @@ def mix_dtypes(me: Rank, verb: str) -> str:
 
 
 def tell_and_die(call: mistakes.Call) -> None:
-    call.buffer.gather(os.getpid())
+    call.buffer.communicator.group.gather(os.getpid())
     mistakes.die(call)
 
 
 def after_the_death(call: mistakes.Call, verb: Callable[[mistakes.Call], None]) -> None:
     """The last rank is dead, and its connections are closed, when this rank begins the call."""
-    victim = call.buffer.gather(os.getpid())[-1]
+    victim = call.buffer.communicator.group.gather(os.getpid())[-1]
     while True:
         try:
             with open(f"/proc/{victim}/stat") as stat:
@@ -226,7 +226,7 @@ CAUSES = {
 
 def by_messages(buffer: hybrid_ep.Buffer) -> None:
     """As across hosts: no shared outbox."""
-    buffer.verbs._may_share, buffer.verbs._outbox = False, None
+    buffer.communicator.verbs._may_share, buffer.communicator.verbs._outbox = False, None
 
 
 def stop(
@@ -273,7 +273,7 @@ def stop_in_step(
     inputs = CASE.inputs(me.rank)
     out = send(me, buffer, inputs)
     calls = {
-        "route": lambda: buffer.verbs.route(inputs.topk_idx, max_rows=None, align=1),
+        "route": lambda: buffer.communicator.verbs.route(inputs.topk_idx, max_rows=None, align=1),
         "dispatch": lambda: hybrid_ep.dispatch(buffer, inputs.x, handle=out.handle),
         "combine": lambda: hybrid_ep.combine(buffer, out.rows, out.handle),
         "nothing": lambda: None,
@@ -413,7 +413,7 @@ def second_thread(me: Rank, verb: str) -> dict[str, Any]:
     inputs = case.inputs(me.rank)
     out = send(me, buffer, inputs)
     calls = {
-        "route": lambda: buffer.verbs.route(inputs.topk_idx, max_rows=None, align=1),
+        "route": lambda: buffer.communicator.verbs.route(inputs.topk_idx, max_rows=None, align=1),
         "dispatch": lambda: hybrid_ep.dispatch(buffer, inputs.x, handle=out.handle),
         "fresh": lambda: send(me, buffer, inputs),
         "combine": lambda: hybrid_ep.combine(buffer, out.rows, out.handle),
@@ -424,7 +424,7 @@ def second_thread(me: Rank, verb: str) -> dict[str, Any]:
         first: list[Any] = []
         thread = threading.Thread(target=lambda: first.append(calls[verb]()))
         thread.start()
-        while not buffer.verbs._turn._holder:
+        while not buffer.communicator.verbs._turn._holder:
             time.sleep(0.001)
         refused = [str(raised(call)) for call in calls.values()]
         dist.send(go, me.num_ranks - 1, tag=tag)

@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
-from hybrid_ep.backends import tensors
-from hybrid_ep.backends import torch as torch_backend
-from hybrid_ep.backends.carrier import Carrier, serving_backend
-from hybrid_ep.backends.collectives import Collectives
+from hybrid_ep.backends.torch import backend as torch_backend
+from hybrid_ep.backends.torch import fresh, tensors
+from hybrid_ep.backends.torch.carrier import Carrier, serving_backend
+from hybrid_ep.backends.torch.collectives import Collectives
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import mistakes, out_of_step, verbs
@@ -32,7 +32,7 @@ def over_nccl() -> Iterator[None]:
 
     with (
         mock.patch.object(torch_backend, "choose_carrier", lambda *args: Carrier("nccl")),
-        mock.patch.object(torch_backend, "runs_ahead", always),
+        mock.patch.object(fresh, "runs_ahead", always),
         mock.patch.object(tensors, "runs_ahead", always),
     ):
         yield
@@ -43,11 +43,11 @@ class RankOverNccl(Rank):
 
     def buffer(self, group: Any = None, **arguments: Any) -> hybrid_ep.Buffer:
         buffer = super().buffer(group, **arguments)
-        backend = buffer.verbs
+        backend = buffer.communicator.verbs
         if backend._carrier.is_nothing:
             backend._carrier = Carrier("nccl")
-            ours = buffer.group, buffer.topology, buffer.config.timeout_s, buffer.device
-            backend._exchange = Collectives(*ours)
+            group = buffer.communicator.group
+            backend._calls.exchange = Collectives(group, buffer.config.timeout_s)
         return buffer
 
 
@@ -105,18 +105,18 @@ def questions(me: Rank, case: Case, align: int, max_rows: int | None) -> dict[st
     buffer = me.buffer(**case.sizes())
     inputs = case.inputs(me.rank)
     sizing = {"max_rows": max_rows, "align": align}
-    layout, *_, rows, weights, _ = buffer.verbs.dispatch_fresh(
+    layout, *_, rows, weights, _ = buffer.communicator.verbs.dispatch_fresh(
         inputs.topk_idx, inputs.x, inputs.weights, inputs.scales, **sizing
     )
     calls = {
-        "route": lambda: buffer.verbs.route(inputs.topk_idx, **sizing),
-        "fresh": lambda: buffer.verbs.dispatch_fresh(
+        "route": lambda: buffer.communicator.verbs.route(inputs.topk_idx, **sizing),
+        "fresh": lambda: buffer.communicator.verbs.dispatch_fresh(
             inputs.topk_idx, inputs.x, inputs.weights, inputs.scales, **sizing
         ),
-        "replay": lambda: buffer.verbs.dispatch(
+        "replay": lambda: buffer.communicator.verbs.dispatch(
             inputs.x, inputs.weights, None, layout, num_rows=len(rows)
         ),
-        "combine": lambda: buffer.verbs.combine(
+        "combine": lambda: buffer.communicator.verbs.combine(
             rows, weights, weights, layout, num_tokens=len(inputs.x)
         ),
     }
@@ -204,7 +204,7 @@ def waits(me: Rank, case: Case, align: int, max_rows: int | None) -> dict[str, i
         seen[name] = sum("synchroniz" in str(warning.message) for warning in caught)
         return result
 
-    verbs_ = buffer.verbs
+    verbs_ = buffer.communicator.verbs
     counted("route", lambda: verbs_.route(topk_idx, **sizing))
     layout, *_, rows, row_weights, _ = counted(
         "fresh", lambda: verbs_.dispatch_fresh(topk_idx, x, weights, scales, **sizing)

@@ -16,15 +16,15 @@ def verify(me: Rank, sizes: dict[str, Any], spoils: str | None = None, on_rank: 
     if spoils is not None and me.rank == on_rank:
         # a fresh dispatch returns its route before the rows
         verb, place = {"dispatch": ("dispatch_fresh", 4), "combine": ("combine", 0)}[spoils]
-        good = getattr(buffer.verbs, verb)
+        good = getattr(buffer.communicator.verbs, verb)
 
         def spoiled(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             made = good(*args, **kwargs)
             made[place][0, -1] += 1
             return made
 
-        setattr(buffer.verbs, verb, spoiled)
-    said = what_it_raises(lambda: round_trip.verify(buffer))
+        setattr(buffer.communicator.verbs, verb, spoiled)
+    said = what_it_raises(lambda: round_trip.verify(buffer.communicator))
     buffer.destroy()
     return said
 
@@ -42,7 +42,8 @@ def verify_in_turn(me: Rank, sizes: dict[str, Any]) -> list[int]:
         for hosts in (["a", "b"], ["a", "b"], ["a", "c"], ["a", "c"]):
             if me.rank == 0 and len(counts) == 3:
                 round_trip._verified.clear()  # as a process that was started anew
-            round_trip.verify_once(buffer, hosts)
+            buffer.communicator.group.hosts = hosts
+            round_trip.verify_once(buffer.communicator)
             counts.append(made.call_count)
         buffer.destroy()
     return counts

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep.backends import host_memory
+from hybrid_ep.backends.torch import host_memory
 from hybrid_ep.moe import MoELayer
 from tests.cases import Case
 from tests.launch import Rank

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import hybrid_ep
-from hybrid_ep import rules, torch_verbs
+from hybrid_ep.ops import rules, verbs
 from tests import targets
 from tests.cases import FP8, Case
 from tests.checks import same_bytes
@@ -90,10 +90,10 @@ class Verb:
         getattr(self, wanted.leaf).requires_grad_()
         self.sent: list[str] = []
         for verb in ("route", "dispatch", "dispatch_fresh", "combine"):
-            setattr(self.buffer.verbs, verb, self._recorded(verb))
+            setattr(self.buffer.communicator.verbs, verb, self._recorded(verb))
 
     def _recorded(self, verb: str) -> Any:
-        call = getattr(self.buffer.verbs, verb)
+        call = getattr(self.buffer.communicator.verbs, verb)
 
         def recorded(*args: Any, **sizes: Any) -> Any:
             self.sent.append(verb)
@@ -120,7 +120,7 @@ class Verb:
 
 
 def as_op(verb: Verb) -> Tensor:
-    with mock.patch.object(torch_verbs, "_watched", lambda *tensors: True):
+    with mock.patch.object(verbs, "watched", lambda *tensors: True):
         return verb(verb.payload, verb.weights)
 
 
@@ -221,7 +221,7 @@ ALONE: dict[str, tuple[tuple[torch.dtype, int], Make]] = {
 @pytest.mark.parametrize("watched", [False, True], ids=["function", "op"])
 def test_weights_alone_get_their_gradient_whatever_x_is(alone, watched, buffer, make, monkeypatch):
     if watched:
-        monkeypatch.setattr(torch_verbs, "_watched", lambda *tensors: True)
+        monkeypatch.setattr(verbs, "watched", lambda *tensors: True)
     verb = Verb(alone, Wanted("", buffer, "dispatch", torch.float32, "weights", ""))
     x = make(verb.payload)
     out = hybrid_ep.dispatch(verb.buffer, x, verb.topk_idx, verb.weights)

@@ -67,11 +67,11 @@ def test_a_second_thread_is_refused_in_a_world_of_one(alone):
     buffer = alone.buffer(**CASE.on(1).sizes())
     out = mistakes.send(alone, buffer, CASE.on(1).inputs(0))
     seen = []
-    with buffer.verbs._turn:
+    with buffer.communicator.verbs._turn:
         thread = threading.Thread(
             target=lambda: seen.append(
                 out_of_step.raised(
-                    lambda: buffer.verbs.combine(
+                    lambda: buffer.communicator.verbs.combine(
                         out.rows, None, None, out.handle.layout, num_tokens=out.handle.num_tokens
                     )
                 )

@@ -13,16 +13,17 @@ from hybrid_ep.tune.search import Goal
 from tests.launch import Pool, Rank
 
 
-def tune_on_rank(me: Rank, shape: bench.Shape, goal: Goal) -> tune.Tuned:
-    return tune.tune(me.device, shape, goal, backend=me.backend, iters=3, warmup=0)
+def tune_on_rank(me: Rank, load: bench.Load, goal: Goal) -> tune.Tuned:
+    return tune.tune(me.device, load, goal, backend=me.backend, iters=3, warmup=0)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_ranks_decide_alike(world: Callable[[int], Pool], dtype: str) -> None:
     """No setting changes times of the torch backend: noise decides, for all ranks alike."""
     goal = Goal(max_sms=2, aim="fewest", within=1.5)
-    shape = bench.Shape(8, 256, 4, 2, dtype)
-    first, second = world(2).run(tune_on_rank, shape, goal)
+    sizes = {"tokens": (8,), "hidden": (256,), "experts": (4,), "topk": (2,)}
+    (load,) = bench.Options(**sizes, dtypes=(dtype,)).loads(2)
+    first, second = world(2).run(tune_on_rank, load, goal)
     assert first == second
     assert first.complete
     assert [each.op for each in first.confirmed] == ["dispatch", "combine"]

@@ -1,4 +1,4 @@
-"""The three ways to run a verb (torch_verbs): who gets which, and that all give the same."""
+"""The three ways of hybrid_ep/ops/calls.py: who gets which, and that all give the same."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
-from hybrid_ep import Dispatched, rules, torch_verbs
+from hybrid_ep import Dispatched
+from hybrid_ep.ops import gradients, rules, verbs
 from tests import oracle, targets
 from tests.cases import FP8, Case, params
 from tests.checks import same_bytes
@@ -34,7 +35,7 @@ CASES = [
 
 @contextlib.contextmanager
 def as_ops() -> Iterator[None]:
-    with mock.patch.object(torch_verbs, "_watched", lambda *tensors: True):
+    with mock.patch.object(verbs, "watched", lambda *tensors: True):
         yield
 
 
@@ -145,8 +146,8 @@ def test_eager_calls_make_no_ops(alone):
         raise AssertionError("an op was made")
 
     with contextlib.ExitStack() as stack:
-        for op in ("_route_op", "_dispatch_op", "_combine_op"):
-            stack.enter_context(mock.patch.object(torch_verbs, op, refuse))
+        for op in ("route_op", "dispatch_op", "combine_op"):
+            stack.enter_context(mock.patch.object(verbs, op, refuse))
         layer.with_gradients()
 
 
@@ -398,15 +399,15 @@ class Largest(TorchDispatchMode):
 
 
 def test_weighted_gradient_makes_no_large_copies(alone, monkeypatch):
-    monkeypatch.setattr(torch_verbs, "_PART", 64 * 10)
-    monkeypatch.setattr(torch_verbs, "_watched", lambda *tensors: False)  # by Largest, that is
+    monkeypatch.setattr(gradients, "_PART", 64 * 10)
+    monkeypatch.setattr(verbs, "watched", lambda *tensors: False)  # by Largest, that is
     rows, grads = torch.randn(2, 105, 64).bfloat16().to(alone.device)
     weights = torch.rand(105).to(alone.device)
     rows[3], grads[3] = float("nan"), 0  # padding
     with torch.enable_grad():
-        want = torch_verbs._weighted_backward(rows, weights, grads)
+        want = gradients._weighted_backward(rows, weights, grads)
     with torch.no_grad(), Largest() as largest:
-        got = torch_verbs._weighted_backward(rows, weights, grads)
+        got = gradients._weighted_backward(rows, weights, grads)
     for mine, wanted in zip(got, want, strict=True):
         same_bytes(mine, wanted, "in parts")
     assert got[1][3] == 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import bench
-from hybrid_ep.backends.carrier import serving_backend
-from hybrid_ep.backends.trace import Event, PhaseTimes
+from hybrid_ep.backends.cuda.trace import Event, PhaseTimes
+from hybrid_ep.backends.torch.carrier import serving_backend
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
 from hybrid_ep.bench.charts import _phase_bars, plot
@@ -71,14 +71,31 @@ def measure(me: Rank, options: bench.Options) -> dict[str, Any]:
     return bench.measure(me.device, options)
 
 
-def count_by_hand(shape: bench.Shape, num_ranks: int, copy_bytes: int) -> int:
+def load_of(
+    num_ranks: int,
+    tokens: int,
+    hidden: int,
+    experts: int,
+    topk: int,
+    dtype: str = "bf16",
+    skew: float = 0.0,
+) -> bench.Load:
+    sizes = {"tokens": tokens, "hidden": hidden, "experts": experts, "topk": topk}
+    options = bench.Options(
+        **{name: (size,) for name, size in sizes.items()}, dtypes=(dtype,), skew=(skew,)
+    )
+    (load,) = options.loads(num_ranks)
+    return load
+
+
+def count_by_hand(load: bench.Load, num_ranks: int, copy_bytes: int) -> int:
     """Bytes of the busiest rank, token by token; mean of the input sets."""
     total = 0
     for index in range(bench.NUM_INPUTS):
         sent, received = [0] * num_ranks, [0] * num_ranks
         for source in range(num_ranks):
-            for experts in bench.make_topk(shape, source, index).tolist():
-                targets = {e // (shape.experts // num_ranks) for e in experts if e >= 0}
+            for experts in bench.make_topk(load, source, index).tolist():
+                targets = {e // (load.num_local_experts) for e in experts if e >= 0}
                 for target in targets - {source}:
                     sent[source] += 1
                     received[target] += 1
@@ -97,11 +114,11 @@ def count_by_hand(shape: bench.Shape, num_ranks: int, copy_bytes: int) -> int:
 def test_bytes(world: Callable[[int], Pool], num_ranks: int, options: bench.Options) -> None:
     reports = world(num_ranks).run(measure, options)
     assert all(report == reports[0] for report in reports)
-    (shape,) = options.shapes()
-    copy_bytes = {"dispatch": 64 + 4 if shape.dtype == "fp8" else 128, "combine": 128}
+    (load,) = options.loads(num_ranks)
+    copy_bytes = {"dispatch": 64 + 4 if load.is_fp8 else 128, "combine": 128}
     for record in reports[0]["records"]:
         op = "combine" if record["direction"] == "backward" else record["op"]
-        wanted = count_by_hand(shape, num_ranks, copy_bytes[op])
+        wanted = count_by_hand(load, num_ranks, copy_bytes[op])
         assert record["nvlink_bytes"] == wanted > 0, record
 
 
@@ -215,9 +232,8 @@ def test_plain_table_says_the_same(
 
 def test_charts_against_sms(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
-    shape = bench.Shape(16, 64, 8, 2, "bf16")
     common = {
-        **asdict(shape),
+        **load_of(2, 16, 64, 8, 2).record(),
         "mode": "fresh",
         "sizing": "exact",
         "direction": "forward",
@@ -239,7 +255,7 @@ def test_charts_against_sms(tmp_path: Path) -> None:
 
 
 def traced(op: str, sms: int, phases_us: dict[str, float], **others: Any) -> dict[str, Any]:
-    shape = asdict(bench.Shape(16, 64, 8, 2, "bf16"))
+    shape = load_of(2, 16, 64, 8, 2).record()
     calls = {"mode": "fresh", "sizing": "exact", "direction": "forward", "backend": "nvlink"}
     return {
         **shape,
@@ -313,7 +329,8 @@ class Stamped:
     """Stands for a Buffer that traces: call i of a rank has phases of so many microseconds."""
 
     def __init__(self, rank: int) -> None:
-        self.verbs, self.calls, self.rank, self.taken = self, 0, rank, 0
+        self.communicator = self.verbs = self
+        self.calls, self.rank, self.taken = 0, rank, 0
 
     def call(self) -> None:
         self.calls += 1
@@ -360,12 +377,15 @@ def test_sweeps_by_name() -> None:
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        ({"experts": (7,)}, "--experts must be divisible by the 2 ranks, got 7"),
-        ({"topk": (9,)}, "--topk must be at most --experts 8, got 9"),
+        (
+            {"experts": (7,)},
+            "divisible by the number of ranks, got num_experts=7 with 2",
+        ),
+        ({"topk": (9,)}, "topk must be at most num_experts=8, got 9"),
         ({"hidden": (4,)}, "multiple of 16 bytes"),
         ({"backends": ("quick",)}, "backend must be one of"),
         ({"iters": 0}, "--iters must be at least 1, got 0"),
-        ({"tokens": (0,)}, "tokens must be at least 1"),
+        ({"tokens": (0,)}, "max_tokens must be an integer of at least 1"),
         ({"skew": (0.0, -1.0)}, "skew must not be negative, got -1.0"),
     ],
 )
@@ -375,12 +395,12 @@ def test_mistakes(change: dict[str, Any], rule: str) -> None:
 
 
 def test_routing_is_skewed_and_repeatable() -> None:
-    shape = bench.Shape(512, 64, 16, 4, "bf16", skew=1.2)
-    topk_idx = bench.make_topk(shape, 1, 2)
-    assert torch.equal(topk_idx, bench.make_topk(shape, 1, 2))
+    skewed = load_of(2, 512, 64, 16, 4, skew=1.2)
+    topk_idx = bench.make_topk(skewed, 1, 2)
+    assert torch.equal(topk_idx, bench.make_topk(skewed, 1, 2))
     assert (topk_idx.sort(dim=1).values.diff(dim=1) > 0).all(), "distinct experts"
     load = topk_idx.flatten().bincount(minlength=16)
-    even = bench.make_topk(replace(shape, skew=0.0), 1, 2).flatten().bincount(minlength=16)
+    even = bench.make_topk(replace(skewed, skew=0.0), 1, 2).flatten().bincount(minlength=16)
     assert load.max() > 2 * even.max()
 
 
@@ -393,20 +413,20 @@ class Compared:
     error: float  # of the sums, over the sum of the absolute terms
 
 
-def compare_plain_torch(me: Rank, shape: bench.Shape) -> list[Compared]:
-    plain = PlainTorch(shape.experts, dist.group.WORLD)
+def compare_plain_torch(me: Rank, load: bench.Load) -> list[Compared]:
+    plain = PlainTorch(load.num_experts, dist.group.WORLD)
     buffer = hybrid_ep.Buffer(
-        hidden=shape.hidden,
-        num_experts=shape.experts,
-        max_tokens=shape.tokens,
-        topk=shape.topk,
+        hidden=load.hidden,
+        num_experts=load.num_experts,
+        max_tokens=load.max_tokens,
+        topk=load.topk,
         dtype=torch.float32,
         device=me.device,
         backend="torch",
     )
     compared = []
     for index in range(bench.NUM_INPUTS):
-        x = make_inputs(shape, me.rank, index, me.device)
+        x = make_inputs(load, me.rank, index, me.device)
         wanted = hybrid_ep.dispatch(buffer, x.x, x.topk_idx, x.topk_weights, scales=x.scales)
         got = plain.dispatch(x)
         rows = wanted.rows if x.scales is None else wanted.rows.to(torch.bfloat16)
@@ -427,24 +447,24 @@ def compare_plain_torch(me: Rank, shape: bench.Shape) -> list[Compared]:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "shape"),
+    ("num_ranks", "load"),
     [
-        pytest.param(2, bench.Shape(48, 64, 8, 3, "bf16"), id="bf16"),
-        pytest.param(4, bench.Shape(33, 32, 16, 4, "fp32", 1.5), id="4_ranks_skewed"),
-        pytest.param(3, bench.Shape(20, 256, 9, 9, "fp8"), id="fp8_all_experts"),
-        pytest.param(3, bench.Shape(1, 32, 9, 1, "bf16"), id="rank_without_rows"),
+        pytest.param(2, load_of(2, 48, 64, 8, 3, "bf16"), id="bf16"),
+        pytest.param(4, load_of(4, 33, 32, 16, 4, "fp32", 1.5), id="4_ranks_skewed"),
+        pytest.param(3, load_of(3, 20, 256, 9, 9, "fp8"), id="fp8_all_experts"),
+        pytest.param(3, load_of(3, 1, 32, 9, 1, "bf16"), id="rank_without_rows"),
     ],
 )
 def test_plain_torch_does_the_same(
-    world: Callable[[int], Pool], num_ranks: int, shape: bench.Shape
+    world: Callable[[int], Pool], num_ranks: int, load: bench.Load
 ) -> None:
-    for compared in world(num_ranks).run(compare_plain_torch, shape):
+    for compared in world(num_ranks).run(compare_plain_torch, load):
         for each in compared:
             assert each.same_rows
             assert each.same_weights
             assert each.same_scales
             assert each.same_counts
-            assert each.error < (1e-6 if shape.dtype == "fp32" else 3 * 2**-8)
+            assert each.error < (1e-6 if load.dtype == torch.float32 else 3 * 2**-8)
 
 
 def test_a_call_is_held_against_the_ceiling_of_its_way() -> None:
@@ -471,8 +491,8 @@ def test_what_gpus_are_asked_without_sizes() -> None:
     wide, narrow = bench.gpu_sweeps(bench.Options(iters=7))
     wide.check(2)
     narrow.check(2)
-    assert [shape.experts for shape in wide.shapes()] == [16, 256]
-    assert [shape.dtype for shape in narrow.shapes()] == ["fp8"]
+    assert [load.num_experts for load in wide.loads(2)] == [16, 256]
+    assert [load.is_fp8 for load in narrow.loads(2)] == [True]
     assert wide.iters == narrow.iters == 7
     assert wide.backward and narrow.backward
     left_out = bench.gpu_sweeps(bench.Options(backward=False))

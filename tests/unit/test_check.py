@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from hybrid_ep import check
-from hybrid_ep.backends import torch as torch_backend
-from hybrid_ep.backends.torch import TorchBackend
+from hybrid_ep.backends.torch import backend as torch_backend
+from hybrid_ep.backends.torch.backend import TorchBackend
+from hybrid_ep.backends.torch.fresh import Fresh
 from hybrid_ep.check.world import World
 from hybrid_ep.errors import PeerError
 from tests.launch import Pool, Rank
@@ -102,13 +103,13 @@ def sum_backwards() -> Iterator[None]:
 
 @contextlib.contextmanager
 def count_one_row_more() -> Iterator[None]:
-    honest = TorchBackend._made
+    honest = Fresh.made
 
-    def made(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
+    def made(self: Fresh, *args: Any, **kwargs: Any) -> Any:
         route = honest(self, *args, **kwargs)
         return route._replace(required_rows=route.required_rows + 1)
 
-    with mock.patch.object(TorchBackend, "_made", made):
+    with mock.patch.object(Fresh, "made", made):
         yield
 
 

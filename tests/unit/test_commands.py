@@ -9,9 +9,9 @@ from dataclasses import asdict
 import pytest
 import torch
 
-import hybrid_ep.buffer
 import hybrid_ep_cli.bench
 import hybrid_ep_cli.tune
+from hybrid_ep.backends import choose
 from hybrid_ep.bench import command as bench
 from hybrid_ep.bench import options as bench_options
 from hybrid_ep.bench.layer import options as layer_options
@@ -21,7 +21,7 @@ from hybrid_ep.launch import Failure, RanksFailed
 from hybrid_ep.launch import _free_port as free_port
 from hybrid_ep.moe import WEIGHT_PLACES
 from hybrid_ep.plan import pipeline_model
-from hybrid_ep.plan.plan import ITEMSIZE
+from hybrid_ep.shape import DTYPES
 from hybrid_ep.tune.search import AIMS, Goal
 from hybrid_ep_cli import options
 from hybrid_ep_cli.main import COMMANDS, main, make_parser
@@ -40,7 +40,10 @@ def test_check_passes(capfd, num_ranks):
     ("arguments", "says"),
     [
         ("bench --backend nccl", "nccl"),
-        ("bench --ranks 3", "--experts must be divisible by the 3 ranks, got 256"),
+        (
+            "bench --ranks 3",
+            "by the number of ranks, got --experts 256 with 3 ranks",
+        ),
         ("bench --json /dev/null/report.json", "--json must name a file that can be written"),
         ("bench --plot /", "--plot must name a file that can be written, got /"),
         ("bench --ffn 64", "--ffn needs --layer"),
@@ -178,8 +181,10 @@ def test_help_needs_no_torch(arguments):
 
 
 def test_options_have_the_names_of_the_library():
-    assert options.BACKENDS == hybrid_ep.buffer.BACKENDS
-    assert options.DTYPES == tuple(bench_options.DTYPES) == tuple(ITEMSIZE)
+    assert options.BACKENDS == choose.BACKENDS
+    assert {name: f"torch.{each}" for name, each in options.DTYPES.items()} == {
+        name: str(dtype) for name, dtype in DTYPES.items()
+    }
     assert hybrid_ep_cli.bench.SWEEPS == tuple(bench_options.SWEEPS)
     assert hybrid_ep_cli.bench.SIZINGS == bench_options.SIZINGS
     assert hybrid_ep_cli.bench.SHAPES == tuple(layer_options.SHAPES)
@@ -211,6 +216,7 @@ def test_options_have_the_defaults_of_the_library():
         ("2 * network_window_chunks * max_tokens", "2 * --window * --tokens"),
         ("--json must name a file, got /hidden/topk.json", None),
         ("--topk must be at most 8", None),
+        ("got 24 (hidden=12, torch.bfloat16)", "got 24 (--hidden 12, bf16)"),
     ],
 )
 def test_an_error_speaks_of_what_was_typed(text, typed):

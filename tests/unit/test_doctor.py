@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hybrid_ep.backends.cuda.fabric import Port
 from hybrid_ep.doctor import command as doctor
 from hybrid_ep.doctor import nvidia
 from hybrid_ep.doctor.diagnosis import (
@@ -20,7 +21,6 @@ from hybrid_ep.doctor.diagnosis import (
     version_of,
 )
 from hybrid_ep.doctor.machine import Facts, Gpu, gather_facts, load_error
-from hybrid_ep.fabric import Port
 from hybrid_ep_cli.main import main
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 150_000_000_000, 0, 0, nvlink_lanes=18)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from hybrid_ep.fabric import (
+from hybrid_ep.backends.cuda.fabric import (
     CardFilter,
     Port,
     Setting,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import hybrid_ep
-from hybrid_ep.backends import empty, kernels
+from hybrid_ep.backends import empty
+from hybrid_ep.backends.cuda import arguments, settings
 from tests.ranks import fake_nvlink, tensors
 from tools.fake_nvlink import Fake, FakeStream, cpu_with
 
@@ -176,7 +177,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "scales": 0,
         "scales_stride": 0,
         "scale_bytes": 0,
-        "dtypes": kernels._NUMBER_OF_DTYPE[torch.bfloat16],
+        "dtypes": arguments._NUMBER_OF_DTYPE[torch.bfloat16],
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
     }
@@ -325,7 +326,7 @@ def failing(quiet, error):
         raise error
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels._Sent, "make_rows", make_rows)
+        patch.setattr(arguments.Sent, "make_rows", make_rows)
         with pytest.raises(type(error)):
             quiet.dispatch()
 
@@ -417,7 +418,7 @@ ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
 
 @pytest.mark.parametrize("theirs, mine, text", ANNOUNCEMENTS.values(), ids=ANNOUNCEMENTS)
 def test_announcements_that_differ_are_told_in_words(quiet, theirs, mine, text):
-    base = kernels.layout_base(quiet.buffer.number)
+    base = settings.layout_base(quiet.buffer.number)
     seen, mine = (v << 40 | r + base << 18 | p << 16 | s for v, r, p, s in (theirs, mine))
     quiet.fake.left_behind = SimpleNamespace(
         kind=2, phase=1, peer=0, channel=0, epoch=2, seen=seen, mine=mine

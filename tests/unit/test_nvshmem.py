@@ -13,12 +13,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from hybrid_ep import Config, limits
-from hybrid_ep.backends import kernels, nvshmem, nvshmem_library
-from hybrid_ep.fabric import Port, network_environment
+from hybrid_ep import Config, config, shape
+from hybrid_ep.backends.cuda import backend, nvshmem, nvshmem_library
+from hybrid_ep.backends.cuda.fabric import Port, network_environment
+from hybrid_ep.backends.cuda.settings import runtime_settings
+from hybrid_ep.group import ranks_of_a_host
 from hybrid_ep.layout.nodes_layout import nodes_handle_bytes, nodes_regions
-from hybrid_ep.limits import beyond
-from hybrid_ep.topology import ranks_of_a_host
+from hybrid_ep.shape import Shape
 from tests.ranks import fake_nvshmem
 
 ACTIVE = (Port("mlx5_0", 1, gids=(0, 1)),)
@@ -63,36 +64,28 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
         trace=False,
         uses_mapped=True,
     )
-    shape = {
-        "num_nodes": nodes,
-        "ranks_per_node": ranks_per_node,
-        "num_local_experts": 5,
-        "max_tokens": tokens,
-        "topk": topk,
-    }
-    payload = {"hidden": 2880, "itemsize": 2, "scale_bytes": 40}
-    regions = nodes_regions(**shape, **payload, chunk_tokens=32, window=16)
-    assert sum(regions.values()) == config.symmetric_bytes
-    assert nodes_handle_bytes(**shape) == 4 * config.handle_words
+    sizes = Shape(
+        num_ranks=nodes * ranks_per_node,
+        ranks_per_node=ranks_per_node,
+        num_experts=5 * nodes * ranks_per_node,
+        max_tokens=tokens,
+        hidden=2880,
+        topk=topk,
+        scale_bytes=40,
+    )
+    windows = Config(network_channels=2, network_chunk_tokens=32, network_window_chunks=8)
+    assert sum(nodes_regions(sizes, windows).values()) == config.symmetric_bytes
+    assert nodes_handle_bytes(sizes) == 4 * config.handle_words
 
 
 def test_runtimes_take_their_settings_by_name_and_say_which_is_missing(extension):
     """Without a GPU: what the backends give is all that both runtimes read."""
     import hybrid_ep._nvlink as nvlink
 
-    buffer = SimpleNamespace(
-        config=Config(timeout_s=None, num_sms_combine=64),
-        device=torch.device("cuda", 1),
-        topology=SimpleNamespace(rank=1, num_ranks=4, num_nodes=2, ranks_per_node=2),
-        num_experts=8,
-        max_tokens=16,
-        topk=2,
-        row_capacity=64,
-        inbox_row_bytes=64,
-        last_call=3,
-        number=5,
-    )
-    settings = kernels.runtime_settings(buffer, most_sms=8)
+    sizes = Shape(num_ranks=4, ranks_per_node=2, num_experts=8, max_tokens=16, hidden=32, topk=2)
+    group = SimpleNamespace(rank=1, device=torch.device("cuda", 1))
+    given = Config(timeout_s=None, num_sms_combine=64)
+    settings = runtime_settings(sizes, group, given, number=5, last_call=3, most_sms=8)
     assert settings["num_sms_combine"] == 8
     nvlink.RuntimeConfig(**settings)
     extension.RuntimeConfig(**settings, uses_mapped=True)
@@ -103,23 +96,25 @@ def test_runtimes_take_their_settings_by_name_and_say_which_is_missing(extension
 
 
 def test_limits_are_those_of_the_extension(extension):
-    assert limits.MAX_NODE_RANKS == extension.MAX_NODE_RANKS
-    assert limits.MAX_CHUNK_TOKENS == extension.MAX_CHUNK_TOKENS
+    assert shape.MAX_NODE_RANKS == extension.MAX_NODE_RANKS
+    assert config.MAX_CHUNK_TOKENS == extension.MAX_CHUNK_TOKENS
 
 
 def test_windows_do_not_grow_with_the_tokens_of_a_call():
-    shape = {
-        "num_nodes": 8,
-        "ranks_per_node": 8,
-        "num_local_experts": 4,
-        "hidden": 7168,
-        "topk": 8,
-        "itemsize": 2,
-        "scale_bytes": 0,
-        "chunk_tokens": 32,
-        "window": 16,
-    }
-    few, many = (nodes_regions(**shape, max_tokens=tokens) for tokens in (2048, 65_536))
+    few, many = (
+        nodes_regions(
+            Shape(
+                num_ranks=64,
+                ranks_per_node=8,
+                num_experts=256,
+                max_tokens=tokens,
+                hidden=7168,
+                topk=8,
+            ),
+            Config(network_channels=4, network_chunk_tokens=32, network_window_chunks=4),
+        )
+        for tokens in (2048, 65_536)
+    )
     for region in ("relay_window", "push_window", "push_values", "outgoing", "home_window"):
         assert few[region] == many[region]
 
@@ -155,7 +150,7 @@ def test_another_version_than_it_was_built_with_is_said(extension, monkeypatch):
 def test_a_failure_of_NVSHMEM_is_an_exception(extension):
     """It starts without a GPU and would end the process at the first use."""
     script = (
-        "import os; from hybrid_ep.backends import nvshmem as n; n.load_extension();\n"
+        "import os; from hybrid_ep.backends.cuda import nvshmem as n; n.load_extension();\n"
         "try: n._nvshmem.start(n._nvshmem.unique_id(), 0, 1)\n"
         "except RuntimeError as error: print(error); os._exit(0)"
     )
@@ -168,15 +163,15 @@ def test_a_failure_of_NVSHMEM_is_an_exception(extension):
 
 
 def test_limits_are_said_by_name():
-    shape = {"max_tokens": 16, "topk": 2, "num_experts": 66, "row_bytes": 64, "scale_bytes": 0}
-    assert beyond("nvshmem", num_nodes=2, ranks_per_node=3, **shape) == []
-    assert beyond("nvshmem", num_nodes=128, ranks_per_node=8, **shape) == []
-    assert beyond("nvshmem", num_nodes=129, ranks_per_node=8, **shape) == [
-        "the number of ranks must be at most 1024, got 1032"
-    ]
-    assert beyond("nvshmem", num_nodes=1, ranks_per_node=33, **shape) == [
-        "ranks_per_node must be at most 32, got 33"
-    ]
+    def beyond(num_nodes, ranks_per_node):
+        num_ranks = num_nodes * ranks_per_node
+        sizes = {"num_experts": 2 * num_ranks, "max_tokens": 16, "hidden": 32, "topk": 2}
+        made = Shape(num_ranks=num_ranks, ranks_per_node=ranks_per_node, **sizes)
+        return made.beyond("nvshmem")
+
+    assert beyond(2, 3) == beyond(128, 8) == []
+    assert beyond(129, 8) == ["the number of ranks must be at most 1024, got 1032"]
+    assert beyond(1, 33) == ["ranks_per_node must be at most 32, got 33"]
 
 
 # ---- where ranks are
@@ -243,7 +238,7 @@ def test_it_has_what_the_verbs_call(extension):
     """The verbs are inherited: a call that one runtime gets, the other must have, alike."""
     import hybrid_ep._nvlink as other
 
-    called = set(re.findall(r"_runtime\.(\w+)", inspect.getsource(kernels)))
+    called = set(re.findall(r"_runtime\.(\w+)", inspect.getsource(backend)))
     called -= {"ipc_handle", "open_peers", "copy_peer"}
     assert {"route", "dispatch", "combine"} < called
     for name in called:
@@ -367,7 +362,7 @@ def test_signals_through_several_ports_are_refused_before_NVSHMEM_starts(world):
         ("nvshmem", "read_ports", OSError("no sysfs"), "OSError"),
         ("nvshmem", "_set_environment", ValueError("NCCL_IB_TC must be a number"), "ValueError"),
         ("nvshmem", "_set_environment", RuntimeError("not now"), "SetupError"),
-        ("kernels", "num_sms", RuntimeError("CUDA error: device busy"), "SetupError"),
+        ("settings", "num_sms", RuntimeError("CUDA error: device busy"), "SetupError"),
         ("torch.cuda", "get_device_capability", AssertionError("Invalid device id"), "SetupError"),
     ],
     ids=["uuid", "ports", "setting", "runtime", "sms", "device"],
@@ -417,7 +412,7 @@ def hanging_start(extension, tmp_path):
     source.write_text(HANGING_START)
     subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
     script = (
-        "from hybrid_ep.backends import nvshmem as n; n.load_extension()\n"
+        "from hybrid_ep.backends.cuda import nvshmem as n; n.load_extension()\n"
         "try: n._nvshmem.start(n._nvshmem.unique_id(), 0, 1)\n"
         "except RuntimeError as error: print(error)\n"
         "import os, sys; print('stderr works', file=sys.stderr, flush=True)\n"

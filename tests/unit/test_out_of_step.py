@@ -4,14 +4,15 @@ import functools
 import math
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from hybrid_ep import PeerError
-from hybrid_ep.backends import host_memory
-from hybrid_ep.backends.messages import Messages, tag_of
+from hybrid_ep.backends.torch import host_memory
+from hybrid_ep.backends.torch.messages import Messages, tag_of
 from hybrid_ep.backends.turns import Turn
-from hybrid_ep.topology import Topology
+from hybrid_ep.group import Group
 from tests import faults
 from tests.checks import same_bytes
 from tests.faults import PHASES
@@ -50,15 +51,16 @@ def test_peer_dead_before_the_call_is_a_peer_error(fresh_world, phase, num_ranks
 
 # ---- a call that stops: where a rank raises, and at which call of that function
 
-MODULE = "hybrid_ep.backends.torch"
-BACKEND = "hybrid_ep.backends.torch:TorchBackend"
-MEMORY = "hybrid_ep.backends.host_memory"
-MESSAGES = "hybrid_ep.backends.messages:Messages"
+MODULE = "hybrid_ep.backends.torch.backend"
+CALLS = "hybrid_ep.backends.torch.agreement:Calls"
+FRESH = "hybrid_ep.backends.torch.fresh:Fresh"
+MEMORY = "hybrid_ep.backends.torch.host_memory"
+MESSAGES = "hybrid_ep.backends.torch.messages:Messages"
 
 STOPPED = {
     "between_route_and_dispatch": (
         mistakes.route,
-        (BACKEND, "_assign_rows", 1),
+        (FRESH, "assign_rows", 1),
         "KeyboardInterrupt",
         True,
     ),
@@ -92,7 +94,7 @@ STOPPED = {
         "KeyboardInterrupt",
         True,
     ),
-    "published_and_not_told": (mistakes.dispatch, (BACKEND, "_tell", 1), "MemoryError", True),
+    "published_and_not_told": (mistakes.dispatch, (CALLS, "tell", 1), "MemoryError", True),
     "making_shared_memory": (
         mistakes.dispatch_of_wider_rows,
         (MEMORY, "_make_memory", 1),
@@ -117,11 +119,11 @@ def test_a_call_that_stops_between_messages_is_the_last(fresh_world, verb, place
 
 IN_STEP = {
     "dispatch_before_its_messages": ("nothing", (MODULE, "as_words", 1), True),
-    "agreement_before_its_messages": ("nothing", (BACKEND, "_tell", 1), False),
+    "agreement_before_its_messages": ("nothing", (CALLS, "tell", 1), False),
     "sizes_before_its_messages": ("nothing", ("torch", "tensor", 1), False),
-    "route_after_its_messages": ("route", (BACKEND, "_assign_rows", 1), True),
+    "route_after_its_messages": ("route", (FRESH, "assign_rows", 1), True),
     "dispatch_after_its_messages": ("dispatch", ("torch", "index_select", 2), False),
-    "combine_after_its_messages": ("combine", (BACKEND, "_sum_at_home", 1), True),
+    "combine_after_its_messages": ("combine", (MODULE, "sum_at_home", 1), True),
 }
 
 
@@ -154,7 +156,7 @@ def test_no_shared_memory_on_one_rank_is_messages_on_all(world, plain, obstacle,
 @pytest.mark.parametrize("fails_at", [1, 2])
 def test_no_descriptor_is_left_where_a_peer_dies_while_memory_is_shared(fails_at):
     class Gone:
-        topology, messages = Topology(0, 2, 2), 0
+        group, messages = SimpleNamespace(rank=0, num_ranks=2), 0
 
         def __call__(self, sends, recvs, *, phase, call):
             self.messages += 1
@@ -243,6 +245,6 @@ def test_the_shortest_deadline_is_not_that_of_the_group(fresh_world):
 
 
 def test_without_a_deadline_the_error_names_none():
-    exchange = Messages(None, Topology(0, 2, 2), math.inf, tag_of(0))
+    exchange = Messages(Group(), math.inf, tag_of(0))
     assert exchange.in_time() == ""
     assert exchange._deadline().days == 3650

@@ -1,16 +1,16 @@
 """The torch backend's way over NCCL, on the CPU with gloo's collectives in the place of NCCL's."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from hybrid_ep import PeerError
-from hybrid_ep.backends.carrier import choose_carrier, serving_backend
-from hybrid_ep.backends.collectives import Collectives
+from hybrid_ep.backends.torch.carrier import choose_carrier, serving_backend
+from hybrid_ep.backends.torch.collectives import Collectives
 from hybrid_ep.errors import SetupError
-from hybrid_ep.topology import Topology
 from tests.cases import CASES, params
 from tests.checks import check_verbs, same_bytes
 from tests.ranks import out_of_step, over_nccl
@@ -145,7 +145,7 @@ def test_an_exchange_that_cannot_start_is_a_peer_error(fresh_world, at):
 
 def test_an_exchange_that_nccl_ended_is_a_peer_error():
     """Its watchdog lets the stream go on, with nothing in the table of the peer that is gone."""
-    exchange = Collectives(None, Topology(1, 3, 3), 1.0, CPU)
+    exchange = Collectives(SimpleNamespace(rank=1, num_ranks=3, device=CPU), 1.0)
     exchange.open("route", 5)
     tables = torch.tensor([[[0, 7]] * 3, [[0, 7], [0, 7], [-1, -1]]])
     with pytest.raises(PeerError) as raised:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from hybrid_ep.backends import nvshmem_library
+from hybrid_ep.backends.cuda import nvshmem_library
 from hybrid_ep.doctor import machine, nvidia
 from tests.cases import Case
 from tests.ranks import no_traces
@@ -262,6 +262,6 @@ def test_RL_4038_no_variable_of_the_build_leaves_anything_out(setup_py, monkeypa
             monkeypatch.setenv(name, value)
             assert setup_py()[0] == built
     read = re.findall(r"environ\W+(?:get\W+)?(\w+)", (ROOT / "setup.py").read_text())
-    library = (ROOT / "hybrid_ep/backends/nvshmem_library.py").read_text()
+    library = (ROOT / "hybrid_ep/backends/cuda/nvshmem_library.py").read_text()
     read += re.findall(r"environ\w*\)?\.get\W+(\w+)", library)
     assert set(read) == {"CUDA_HOME", "CXX", "NVSHMEM_HOME"}

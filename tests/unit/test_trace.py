@@ -5,7 +5,14 @@ import json
 import pytest
 
 import hybrid_ep
-from hybrid_ep.backends.trace import SPANS, Event, chrome_trace, clock_offsets, lay_out, phase_times
+from hybrid_ep.backends.cuda.trace import (
+    SPANS,
+    Event,
+    chrome_trace,
+    clock_offsets,
+    lay_out,
+    phase_times,
+)
 
 PUBLISH, WAIT, ASSIGN = range(3)
 PULL = 6

@@ -454,7 +454,7 @@ def test_command_without_a_gpu(
     [
         ("--aim fewest --within 0.5", "--within must be at least 1, got 0.5"),
         ("--topk 5", "--topk must be at most --experts 4, got 5"),
-        ("--ranks 3", "--experts must be divisible by the 3 ranks, got 4"),
+        ("--ranks 3", "by the number of ranks, got --experts 4 with 3 ranks"),
         ("--json /dev/null/report.json", "--json must name a file that can be written"),
         ("--out /", "--out must name a file that can be written, got /"),
     ],
@@ -482,7 +482,7 @@ def test_command_writes_a_config_that_a_buffer_loads(
     """With made-up measurements of two ranks in place of the GPUs'."""
     faster = replace(TUNED, timeout_s=60.0)
 
-    def two_ranks(function: Any, num_ranks: int, shape: bench.Shape, goal: Goal) -> Any:
+    def two_ranks(function: Any, num_ranks: int, load: bench.Load, goal: Goal) -> Any:
         assert function is tune.tune
         measured = tuple(
             Measurement(op, config, (us, us + 1, us + 2), (200.0, 201.0, 202.0))

@@ -6,9 +6,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybrid_ep.bench.options import DTYPES, SIZINGS
-from hybrid_ep.buffer import BACKENDS
+from hybrid_ep.backends.choose import BACKENDS
+from hybrid_ep.bench.options import SIZINGS
 from hybrid_ep.moe import WEIGHT_PLACES
+from hybrid_ep.shape import DTYPES, Shape
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,17 @@ class LayerShape:
     experts: int
     topk: int
     dtype: str
+
+    def on(self, num_ranks: int) -> Shape:
+        """The sizes of its calls; ValueError where one breaks a rule."""
+        return Shape(
+            num_ranks=num_ranks,
+            num_experts=self.experts,
+            max_tokens=self.tokens,
+            hidden=self.hidden,
+            topk=self.topk,
+            dtype=DTYPES[self.dtype],
+        )
 
     @property
     def product_flops(self) -> int:
@@ -105,28 +117,9 @@ class LayerOptions:
                 if value not in known:
                     raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
         for shape in self.shapes:
-            for name, value in (
-                ("tokens", shape.tokens),
-                ("hidden", shape.hidden),
-                ("ffn", shape.ffn_hidden),
-                ("experts", shape.experts),
-                ("topk", shape.topk),
-            ):
-                if value < 1:
-                    raise ValueError(f"--{name} must be at least 1, got {value}")
-            if shape.experts % num_ranks:
-                raise ValueError(
-                    f"--experts must be divisible by the {num_ranks} ranks, got {shape.experts}"
-                )
-            if shape.topk > shape.experts:
-                raise ValueError(
-                    f"--topk must be at most --experts {shape.experts}, got {shape.topk}"
-                )
-            if shape.hidden * DTYPES[shape.dtype].itemsize % 16:
-                raise ValueError(
-                    f"rows must be a multiple of 16 bytes, got --hidden {shape.hidden} "
-                    f"--dtype {shape.dtype}"
-                )
+            shape.on(num_ranks).refuse_unaligned()
+            if shape.ffn_hidden < 1:
+                raise ValueError(f"--ffn must be at least 1, got {shape.ffn_hidden}")
         for name, value, least in (
             ("sms", min(self.sms), 1),
             ("iters", self.iters, 1),

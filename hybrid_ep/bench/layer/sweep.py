@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.backends.carrier import serving_backend
+from hybrid_ep.backends.torch.carrier import serving_backend
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.calls import BOUND_MULTIPLE
 from hybrid_ep.bench.clock import Call, Clock
@@ -30,7 +30,7 @@ from hybrid_ep.bench.options import DTYPES
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
 from hybrid_ep.launch import COMMAND_TIMEOUT_S
-from hybrid_ep.limits import round_up
+from hybrid_ep.integers import round_up
 
 NO_CARRIER = "plain torch: NCCL wants a GPU for each rank"
 

@@ -18,7 +18,7 @@ from hybrid_ep.bench.options import DTYPES
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router
 from hybrid_ep.moe.products import grouped_mm, grouped_mm_weight_grad
-from hybrid_ep.ops import dispatch
+from hybrid_ep.buffer import dispatch
 
 PASSES = ("forward", "backward", "step")
 

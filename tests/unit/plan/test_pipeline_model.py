@@ -17,7 +17,14 @@ from hybrid_ep.plan.pipeline_model import (
     simulate,
 )
 from hybrid_ep.plan.plan import make_plan
-from hybrid_ep.plan.scaling import Shape, first_network_bound, scaling_rows, simulated_row
+from hybrid_ep.plan.scaling import (
+    WeakScaling,
+    deepseek_v3,
+    first_network_bound,
+    scaling_rows,
+    simulated_row,
+)
+from hybrid_ep.shape import DTYPES, Shape
 
 SETTINGS = {"deadline": None, "derandomize": True}  # the same examples in every run
 
@@ -301,7 +308,7 @@ def test_intervals_by_hand() -> None:
 
 
 def test_a_pipeline_carries_what_the_plan_says() -> None:
-    plan = Shape(node_limit=4).plan(8)
+    plan = WeakScaling(deepseek_v3(), node_limit=4).plan(8)
     pipeline = pipeline_of(plan, credits=4, chunk_tokens=32)
     assert pipeline.num_peers == 7
     sent = 7 * pipeline.tokens_per_peer * pipeline.record_bytes
@@ -310,11 +317,12 @@ def test_a_pipeline_carries_what_the_plan_says() -> None:
     assert pipeline.network_us == pytest.approx(us["network"], rel=1e-3)
     assert pipeline.nvlink_us == pytest.approx(us["NVLink"], rel=1e-3)
     assert pipeline.local_us == pytest.approx(us["NVLink"] / 8)
-    assert pipeline.density == pytest.approx(pipeline.tokens_per_peer / plan.max_tokens)
+    assert pipeline.density == pytest.approx(pipeline.tokens_per_peer / plan.shape.max_tokens)
 
 
 def test_two_nodes_of_one_rank_pull_nothing() -> None:
-    plan = make_plan(num_ranks=2, ranks_per_node=1, max_tokens=10, hidden=64, num_experts=2, topk=2)
+    sizes = {"max_tokens": 10, "hidden": 64, "num_experts": 2, "topk": 2}
+    plan = make_plan(Shape(num_ranks=2, ranks_per_node=1, **sizes))
     outcome = simulate(pipeline_of(plan, credits=1, chunk_tokens=4))
     assert (outcome.nvlink_busy_us, outcome.overlap) == (0, 0)
 
@@ -322,7 +330,9 @@ def test_two_nodes_of_one_rank_pull_nothing() -> None:
 @pytest.mark.parametrize("nodes", [2, 4, 8])
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_deepseek_v3_is_bound_by_its_network(nodes: int, dtype: str) -> None:
-    row = simulated_row(Shape(dtype=dtype), nodes, chunk_tokens=32, credits=16)
+    row = simulated_row(
+        WeakScaling(deepseek_v3(dtype=DTYPES[dtype])), nodes, chunk_tokens=32, credits=16
+    )
     assert row.floor_us < row.outcome.total_us < 1.02 * row.floor_us < row.serial_us
     assert row.outcome.total_us == row.unlimited_us
     assert row.outcome.overlap > 0.99
@@ -330,7 +340,9 @@ def test_deepseek_v3_is_bound_by_its_network(nodes: int, dtype: str) -> None:
 
 
 def test_scaling_rows_of_deepseek_v3() -> None:
-    uniform, limited = (scaling_rows(Shape(node_limit=limit)) for limit in (None, 4))
+    uniform, limited = (
+        scaling_rows(WeakScaling(deepseek_v3(), node_limit=limit)) for limit in (None, 4)
+    )
     assert [row.num_ranks for row in uniform] == [8, 16, 32, 64, 128, 256, 512, 1024]
     assert [row.num_experts for row in uniform] == [256] * 6 + [512, 1024]
     for free, bound in zip(uniform, limited, strict=True):
@@ -346,9 +358,9 @@ def test_scaling_rows_of_deepseek_v3() -> None:
 
 
 def test_the_side_that_takes_longer_changes_at_the_balance() -> None:
-    (row,) = scaling_rows(Shape(), (4,))
+    (row,) = scaling_rows(WeakScaling(deepseek_v3()), (4,))
     below, above = (
-        scaling_rows(Shape(network_gbs=row.balance_gbs * factor), (4,))[0]
+        scaling_rows(WeakScaling(deepseek_v3(), network_gbs=row.balance_gbs * factor), (4,))[0]
         for factor in (0.99, 1.01)
     )
     assert (below.longer, above.longer) == ("network", "NVLink")
@@ -357,10 +369,11 @@ def test_the_side_that_takes_longer_changes_at_the_balance() -> None:
 
 
 def test_fp8_brings_its_scales() -> None:
-    assert Shape(dtype="fp8").plan(1).scale_bytes == 7168 // 128 * 4
-    assert Shape(dtype="fp8", hidden=192).plan(1).scale_bytes == 2 * 4, "the last covers fewer"
-    assert Shape(dtype="fp8", scale_bytes=0).plan(1).scale_bytes == 0
-    assert Shape().plan(1).scale_bytes == 0
+    fp8 = {"dtype": DTYPES["fp8"]}
+    assert deepseek_v3(**fp8).scale_bytes == 7168 // 128 * 4
+    assert deepseek_v3(**fp8, hidden=192).scale_bytes == 2 * 4, "the last covers fewer"
+    assert deepseek_v3(**fp8, scale_bytes=0).scale_bytes == 0
+    assert deepseek_v3().scale_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -384,4 +397,4 @@ def test_bad_input_names_rule_and_value(changes: dict, says: str) -> None:
 
 def test_one_node_has_no_pipeline() -> None:
     with pytest.raises(ValueError, match="at least 2 nodes, got 1"):
-        pipeline_of(Shape().plan(1), credits=1, chunk_tokens=32)
+        pipeline_of(WeakScaling(deepseek_v3()).plan(1), credits=1, chunk_tokens=32)

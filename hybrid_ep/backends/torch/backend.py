@@ -22,32 +22,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hybrid_ep.backends import Route, endings
-from hybrid_ep.backends.agreement import (
-    NUM_WORDS,
-    combine_sizes,
-    describe_call,
-    difference,
-    dispatch_sizes,
-    goes_on,
-    next_difference,
-)
-from hybrid_ep.backends.carrier import NOTHING, choose_carrier
-from hybrid_ep.backends.collectives import Collectives
-from hybrid_ep.backends.empty import part
-from hybrid_ep.backends.host_memory import HostOutbox, map_together
-from hybrid_ep.backends.messages import Messages, Told, tag_of
 from hybrid_ep.backends.streams import StreamOrder
-from hybrid_ep.backends.sums import gather_or_zero, sum_in_order
-from hybrid_ep.backends.tensors import as_words, empty, runs_ahead, to_device, trues_first
-from hybrid_ep.backends.torch_layout import (
+from hybrid_ep.backends.torch.agreement import NUM_WORDS, Calls, combine_sizes, dispatch_sizes
+from hybrid_ep.backends.torch.carrier import NOTHING, choose_carrier
+from hybrid_ep.backends.torch.collectives import Collectives
+from hybrid_ep.backends.torch.fresh import Fresh, padded
+from hybrid_ep.backends.torch.host_memory import HostOutbox, map_together
+from hybrid_ep.backends.torch.layout import (
     Counts,
     Groups,
     Layout,
@@ -61,89 +48,57 @@ from hybrid_ep.backends.torch_layout import (
     slots_of_rows,
     sum_slots,
 )
+from hybrid_ep.backends.torch.messages import Messages, tag_of
+from hybrid_ep.backends.torch.sums import gather_or_zero, sum_at_home, sum_in_order
+from hybrid_ep.backends.torch.tensors import as_words, empty, trues_first
 from hybrid_ep.backends.turns import Turn
-from hybrid_ep.topology import Topology
-
-_WORD = 1 << 31  # numbers wrap, to fit into a word of a layout
-
-
-@dataclass
-class _Fresh:
-    """A route that the ranks have agreed on, on its way to a layout.
-
-    Attributes:
-        layout: all but what follows from the rows.
-        groups: of the rows.
-        experts: ``[T, K]`` of my tokens, by place.
-        goes_on: the ranks have agreed on the dispatch that follows as well.
-        picked: the tables that it sends, where the ranks have.
-        arriving: ``receive`` makes of it the experts of the copies, int32 ``[copies received, K]``
-            with, perhaps, more columns behind; None before they are sent.
-        slots: where my experts are in the copies, ``copy * K + place``, ordered by expert.
-        rows: the row of each slot, -1 where it was dropped; None for ascending rows.
-    """
-
-    layout: Layout
-    groups: Groups
-    experts: Tensor
-    goes_on: bool
-    picked: list[Any]
-    arriving: Any = None
-    slots: Tensor | None = None
-    rows: Tensor | None = None
+from hybrid_ep.config import Config
+from hybrid_ep.group import Group
+from hybrid_ep.shape import Shape
 
 
 class TorchBackend:
     """See the module; the methods are those of ``Backend``.
 
     Args:
+        shape: sizes.
+        group: ranks; collective between them.
+        config: of its settings the deadline counts.
         number: of the Buffer, equal on all ranks and its own among the Buffers of the group.
-        shares_gpus: some ranks have the same GPU.
         last_call: number of the last call of the Buffer, where a backend served it before.
 
     Raises:
-        SetupError: the group has no backend that carries tensors on ``device``.
+        SetupError: the group has no backend that carries tensors on its device.
     """
 
     name = "torch"
 
     def __init__(
-        self,
-        group: Any,
-        topology: Topology,
-        *,
-        num_experts: int,
-        max_tokens: int,
-        topk: int,
-        device: torch.device,
-        timeout_s: float,
-        number: int,
-        shares_gpus: bool = False,
-        last_call: int = 0,
+        self, shape: Shape, group: Group, config: Config, *, number: int, last_call: int = 0
     ) -> None:
-        self._topology = topology
-        self._num_experts = num_experts
-        self._num_local_experts = num_experts // topology.num_ranks
-        self._max_tokens = max_tokens
-        self._topk = topk
-        self._device = device
-        self.number, self.last_call = number % _WORD, last_call
-        self._layout_sizes = topology.num_ranks, max_tokens, topk
-        self.layout_size = Layout.size(*self._layout_sizes)
+        self._shape, self._rank, self._device = shape, group.rank, group.device
+        self.layout_size = Layout.size(shape)
         self._carrier = NOTHING
-        if topology.num_ranks > 1:
-            self._carrier = choose_carrier(group, device, shares_gpus)
-        self._exchange: Messages | Collectives
+        if group.num_ranks > 1:
+            self._carrier = choose_carrier(group.process_group, group.device, group.shares_gpus())
+        exchange = Messages(group, config.timeout_s, tag_of(number))
         if self._carrier.is_nccl:
-            self._exchange = Collectives(group, topology, timeout_s, device)
-        else:
-            self._exchange = Messages(group, topology, timeout_s, tag_of(number))
+            exchange = Collectives(group, config.timeout_s)
+        self._calls = Calls(exchange, shape, number, last_call)
         self._turn = Turn()
-        self._streams = StreamOrder(device) if device.type == "cuda" else None
+        self._streams = StreamOrder(self._device) if self._device.type == "cuda" else None
         self._outbox: HostOutbox | None = None
-        self._may_share = device.type == "cpu" and not (
+        self._may_share = self._device.type == "cpu" and not (
             self._carrier.is_nothing or self._carrier.is_nccl
         )
+
+    @property
+    def last_call(self) -> int:
+        return self._calls.last
+
+    @property
+    def _exchange(self) -> Messages | Collectives:
+        return self._calls.exchange
 
     def describe(self) -> str:
         way = "all_to_all_single" if self._carrier.is_nccl else "point-to-point messages"
@@ -169,8 +124,8 @@ class TorchBackend:
             self._send_experts(fresh)
             copies = self._exchange.receive(fresh.arriving)
             self._exchange.settle()
-            self._assign_rows(fresh, copies)
-            layout, counts, offsets, sizes = self._made(fresh)
+            fresh.assign_rows(copies)
+            layout, counts, offsets, sizes = fresh.made()
             return Route(layout, counts.clone(), offsets.clone(), sizes[-1].clone())
 
     def _route(
@@ -180,7 +135,7 @@ class TorchBackend:
         align: int,
         next_sizes: tuple[int, ...] = (),
         tables: Sequence[Tensor | None] = (),
-    ) -> _Fresh:
+    ) -> Fresh:
         """Agree on who sends how much to whom.
 
         Args:
@@ -190,34 +145,34 @@ class TorchBackend:
             next_sizes: of a dispatch that follows; none where its ranks tell them themselves.
             tables: what that sends of each token.
         """
-        ranks, topk = self._topology.num_ranks, topk_idx.shape[1]
-        named = name_experts(topk_idx, self._num_experts)
-        experts = experts_at_places(named, self._num_experts)
+        shape, topk = self._shape, self._shape.topk
+        named = name_experts(topk_idx, shape.num_experts)
+        experts = experts_at_places(named, shape.num_experts)
         # copies: the token once for each rank that has one of its experts
-        of_ranks = experts_of_ranks(experts, self._num_experts, ranks)
-        counts = count_for_peers(named, experts, of_ranks, self._num_experts)
+        of_ranks = experts_of_ranks(experts, shape)
+        counts = count_for_peers(named, experts, of_ranks, shape.num_experts)
         experts = experts.int()
 
-        words = self._describe("route", (topk,), next_sizes=next_sizes)
+        words = self._calls.describe("route", (topk,), next_sizes=next_sizes)
         everybody = None
         outbox = self._outbox_for("route", words, topk * experts.element_size())
         if outbox is not None:
-            everybody = self._publish(outbox, "route", [as_words(self._padded(experts))])[0]
-        told = self._tell("route", words, counts)
+            everybody = self._publish(outbox, "route", [as_words(padded(experts, shape))])[0]
+        told = self._calls.tell("route", words, counts)
         by_peer = trues_first((of_ranks > 0).t().flatten())  # while the tables are under way
-        heard = self._hear(told)
+        heard = self._calls.hear(told)
         # the tokens first: they keep the device busy
         sent, received = ([Counts.of(row[NUM_WORDS:], topk) for row in rows] for rows in heard)
         send_counts = [counts.copies for counts in sent]
         send_tokens = by_peer[: sum(send_counts)] % max(1, len(topk_idx))
-        goes_on = self._agree_on_next(heard)
+        goes_on = self._calls.agree_on_next(heard)
         picked = self._pick(tables, send_tokens) if goes_on else []
 
         groups = Groups.of(_sum(counts.of_experts for counts in received), max_rows, align)
         layout = Layout(
             # no peer can take another layout in a world of one, where opcheck runs route twice and
             # wants the same bytes
-            made_by=(self.number, self.last_call % _WORD) if ranks > 1 else (0, 0),
+            made_by=self._calls.made_by if shape.num_ranks > 1 else (0, 0),
             num_tokens=len(topk_idx),
             num_rows=groups.required,
             num_filled=sum(groups.counts),
@@ -228,15 +183,15 @@ class TorchBackend:
             named=named,
             send_tokens=send_tokens,
         )
-        fresh = _Fresh(layout, groups, experts, goes_on, picked)
+        fresh = Fresh(shape, self._rank, layout, groups, experts, goes_on, picked)
         if everybody is not None:  # now: a later call publishes there
-            self._find_copies(fresh, everybody.view(experts.dtype))
+            fresh.find_copies(everybody.view(experts.dtype))
         return fresh
 
     def _pick(self, tables: Sequence[Tensor | None], tokens: Tensor) -> list[Any]:
         return [t if t is None else self._exchange.pick(t, tokens) for t in tables]
 
-    def _send_experts(self, fresh: _Fresh, by_place: Tensor | None = None) -> None:
+    def _send_experts(self, fresh: Fresh, by_place: Tensor | None = None) -> None:
         """Those of each copy to the rank that gets it, over NCCL; else all to all ranks.
 
         ``by_place``, weights, go along.
@@ -249,69 +204,12 @@ class TorchBackend:
                 experts = torch.cat([experts, by_place.view(torch.int32)], dim=1)
             picked = self._exchange.pick(experts, layout.send_tokens)
             counts = layout.send_counts, layout.recv_counts
-            fresh.arriving = self._send(picked, *counts, "route")
+            fresh.arriving = self._calls.send(picked, *counts, "route")
             return
         if not self._carrier.is_nothing:
-            padded, call = self._padded(experts), self.last_call
-            experts = self._exchange.gather(padded, phase="route", call=call)
-        self._find_copies(fresh, experts)
-
-    def _find_copies(self, fresh: _Fresh, experts: Tensor) -> None:
-        """The copies that this rank gets, from the experts of the tokens of all ranks."""
-        has_mine = (self._local(experts) < self._num_local_experts).any(dim=1)
-        sources = trues_first(has_mine)[: sum(fresh.layout.recv_counts)]
-        fresh.layout.sources = sources
-        fresh.arriving = experts.index_select(0, sources)
-
-    def _assign_rows(self, fresh: _Fresh, copies: Tensor) -> None:
-        """Rows ordered by (local expert, source rank, source token), the last two as copies are."""
-        groups = fresh.groups
-        num_slots = sum(groups.copies)
-        local = self._local(copies[:, : self._topk]).flatten()
-        fresh.slots = self._slots_by_expert(local, num_slots)
-        if groups.required == num_slots and not groups.drops:
-            return
-        rows = torch.arange(num_slots, dtype=torch.int64, device=self._device)
-        if groups.required > num_slots:
-            before = accumulate(groups.copies, initial=0)
-            shifts = [start - row for start, row in zip(groups.starts, before, strict=False)]
-            shifts, repeats = (
-                to_device(numbers, torch.int64, self._device) for numbers in (shifts, groups.copies)
-            )
-            rows += shifts.repeat_interleave(repeats, output_size=num_slots)
-        fresh.rows = torch.where(rows < groups.offsets[-1], rows, -1)
-
-    def _slots_by_expert(self, local: Tensor, num_slots: int) -> Tensor:
-        """Where my experts are in ``local``, ordered by expert, then by place."""
-        if runs_ahead(local):
-            return local.argsort(stable=True)[:num_slots]
-        mine = (local < self._num_local_experts).nonzero().squeeze(1)
-        return mine.index_select(0, _stable_order(local.index_select(0, mine)))
-
-    def _local(self, experts: Tensor) -> Tensor:
-        """The number of each expert on this rank; from E / R on where it is another's, or none."""
-        first = self._topology.rank * self._num_local_experts
-        return (experts - first).remainder(self._num_experts + 1)
-
-    def _padded(self, experts: Tensor) -> Tensor:
-        unused = self._max_tokens - experts.shape[0]
-        return torch.nn.functional.pad(experts, (0, 0, 0, unused), value=self._num_experts)
-
-    def _made(self, fresh: _Fresh) -> Route:
-        layout, groups, slots, rows = fresh.layout, fresh.groups, fresh.slots, fresh.rows
-        if rows is None:
-            rows = torch.arange(slots.numel(), dtype=torch.int64, device=self._device)
-        shape = (sum(layout.recv_counts), self._topk)
-        layout.copy_rows = torch.full(shape, -1, dtype=torch.int64, device=self._device)
-        layout.copy_rows.view(-1).scatter_(0, slots, rows)
-        numbers = [*groups.counts, *groups.offsets, groups.required]
-        sizes = to_device(numbers, torch.int32, self._device)
-        experts = self._num_local_experts
-        counts, offsets = (
-            part(sizes, (experts,), (1,), 0),
-            part(sizes, (experts + 1,), (1,), experts),
-        )
-        return Route(layout.write(*self._layout_sizes), counts, offsets, sizes)
+            mine = padded(experts, self._shape)
+            experts = self._exchange.gather(mine, phase="route", call=self.last_call)
+        fresh.find_copies(experts)
 
     # ---- dispatch
 
@@ -347,7 +245,7 @@ class TorchBackend:
             if not fresh.goes_on:
                 self._send_experts(fresh)
             moved = self._dispatch(x, weights, scales, fresh.layout, max_rows, fresh)
-            return *self._made(fresh), *moved
+            return *fresh.made(), *moved
 
     def _dispatch(
         self,
@@ -356,7 +254,7 @@ class TorchBackend:
         scales: Tensor | None,
         layout: Layout,
         num_rows: int | None,
-        fresh: _Fresh | None = None,
+        fresh: Fresh | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rows of a ``fresh`` route are assigned here, once the tokens are on their way."""
         num_rows = layout.num_rows if num_rows is None else num_rows
@@ -372,16 +270,16 @@ class TorchBackend:
         if fresh is None:
             slots, rows = layout.all_slots()
         else:
-            self._assign_rows(fresh, self._exchange.receive(fresh.arriving))
+            fresh.assign_rows(self._exchange.receive(fresh.arriving))
             slots, rows = fresh.slots, fresh.rows
         slots, padding = slots_of_rows(slots, rows, num_rows, layout.num_filled)
-        copies = slots // self._topk
+        copies = slots // self._shape.topk
         tables = [t if t is None else self._exchange.receive(t) for t in tables]
         self._exchange.settle()
         if sees_all and layout.num_filled:
             copies = layout.sources.index_select(0, copies)
             if weights is not None:
-                slots = copies * self._topk + slots % self._topk
+                slots = copies * self._shape.topk + slots % self._shape.topk
 
         def move(table: Tensor, index: Tensor, rows: Tensor) -> None:
             if layout.num_filled == 0:
@@ -399,7 +297,7 @@ class TorchBackend:
             move(tables[1], copies, row_scales.view(tables[1].dtype))
         if weights is not None:
             row_weights = weights.new_empty(num_rows)
-            width = self._topk * weights.element_size() // tables[2].element_size()
+            width = self._shape.topk * weights.element_size() // tables[2].element_size()
             by_place = tables[2][:, -width:].contiguous()  # behind the experts, perhaps
             move(by_place.view(weights.dtype).flatten(), slots, row_weights)
         return rows, row_weights, row_scales
@@ -413,37 +311,37 @@ class TorchBackend:
             tuple: what ``receive`` makes the tables of; and whether they hold the tokens of all
             ranks.
         """
-        words = self._describe("dispatch", sizes, layout)
+        words = self._calls.describe("dispatch", sizes, layout)
         outbox = self._outbox_for("dispatch", words, sum(sizes[:3]))
         if outbox is not None:
             tables = self._publish(outbox, "dispatch", tables)
-        told = self._tell("dispatch", words)
+        told = self._calls.tell("dispatch", words)
         if outbox is not None or self._carrier.is_nothing:
-            self._hear(told)
+            self._calls.hear(told)
             return tables, True
         picked = self._pick(tables, layout.send_tokens)
-        self._hear(told)
+        self._calls.hear(told)
         return self._send_all(picked, layout), False
 
-    def _send_with_experts(self, fresh: _Fresh, by_place: Tensor | None) -> list[Any]:
+    def _send_with_experts(self, fresh: Fresh, by_place: Tensor | None) -> list[Any]:
         """Send what was picked, as the ranks have agreed, and weights with the experts."""
         self._send_experts(fresh, by_place)
-        self.last_call += 1
+        self._calls.last += 1  # as the ranks have agreed
         sent = self._send_all(fresh.picked, fresh.layout)
         return [*sent, None if by_place is None else fresh.arriving]
 
     def _send_all(self, picked: list[Any], layout: Layout) -> list[Any]:
         counts = layout.send_counts, layout.recv_counts
-        return [p if p is None else self._send(p, *counts, "dispatch") for p in picked]
+        return [p if p is None else self._calls.send(p, *counts, "dispatch") for p in picked]
 
     def _outbox_for(self, phase: str, words: list[int], needed: int) -> HostOutbox | None:
         """The shared outbox with room for such tokens, made anew for wider ones; or None."""
         if self._may_share and (self._outbox is None or self._outbox.token_bytes < needed):
-            self._compare(self._tell(phase, words))  # so that all ranks are here
-            size = HostOutbox.size(self._topology, self._max_tokens, needed)
+            self._calls.compare(self._calls.tell(phase, words))  # so that all ranks are here
+            size = HostOutbox.size(self._shape, needed)
             mapped = map_together(self._exchange, size, phase, self.last_call + 1)
             self._may_share = mapped is not None
-            self._outbox = mapped and HostOutbox(mapped, self._topology, self._max_tokens, needed)
+            self._outbox = mapped and HostOutbox(mapped, self._shape, self._rank, needed)
         return self._outbox
 
     def _publish(
@@ -470,57 +368,35 @@ class TorchBackend:
     def _combine(
         self, rows: Tensor, weights: Tensor | None, values: Tensor | None, layout: Layout
     ) -> tuple[Tensor, Tensor | None]:
-        words = self._describe("combine", combine_sizes(rows, values), layout)
-        told = self._tell("combine", words)
+        words = self._calls.describe("combine", combine_sizes(rows, values), layout)
+        told = self._calls.tell("combine", words)
         num_terms = layout.row_terms or count_terms(layout.copy_rows).tolist()
         sums = [sum_in_order(rows, layout.copy_rows, num_terms, weights)]
         if values is not None:
             sums.append(gather_or_zero(values, layout.copy_rows))
         picked = [self._exchange.pick(each) for each in sums]
-        self._hear(told)
+        self._calls.hear(told)
         counts = layout.recv_counts, layout.send_counts
-        arriving = [self._send(each, *counts, "combine") for each in picked]
+        arriving = [self._calls.send(each, *counts, "combine") for each in picked]
         # while the sums are on their way
-        of_ranks = experts_of_ranks(
-            layout.named.long(), self._num_experts, self._topology.num_ranks
-        )
-        home_copies = list_home_copies(of_ranks, self._topk)
+        of_ranks = experts_of_ranks(layout.named.long(), self._shape)
+        home_copies = list_home_copies(of_ranks, self._shape.topk)
         home_terms = count_terms(home_copies).tolist()
         inbox, *home = [self._exchange.receive(each) for each in arriving]  # as send_tokens
         self._exchange.settle()
-        y = self._sum_at_home(inbox, home_copies, home_terms, layout)
+        y = sum_at_home(inbox, home_copies, home_terms, layout, self._shape)
         if values is None:
             return y, None
-        by_place = values.new_zeros((layout.num_tokens, self._topk))
+        by_place = values.new_zeros((layout.num_tokens, self._shape.topk))
         by_place.index_add_(0, layout.send_tokens, home[0])  # one rank owns each place
         return y, gather_slots(by_place, layout)
-
-    def _sum_at_home(
-        self, inbox: Tensor, home_copies: Tensor, home_terms: list[int], layout: Layout
-    ) -> Tensor:
-        """Over the ranks of a node in rank order, then over the nodes; rounded after each."""
-        nodes = self._topology.num_nodes
-        if nodes == 1:
-            return sum_in_order(inbox, home_copies, home_terms)
-        ends = to_device(list(accumulate(layout.send_counts)), torch.int64, self._device)
-        peer = torch.bucketize(home_copies.clamp(min=0), ends, right=True)
-        node = torch.where(home_copies >= 0, peer // self._topology.ranks_per_node, -1)
-        sums = []
-        for n in range(nodes):
-            of_node = torch.where(node == n, home_copies, -1)
-            sums.append(sum_in_order(inbox, of_node, count_terms(of_node).tolist()))
-        number = torch.arange(nodes * layout.num_tokens, dtype=torch.int64, device=self._device)
-        sum_of_node = number.view(nodes, layout.num_tokens).t()
-        touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
-        index = torch.where(touched, sum_of_node, -1)
-        return sum_in_order(torch.cat(sums), index, count_terms(index).tolist())
 
     # ---- shared by the verbs
 
     def _read(self, layout: Tensor) -> Layout:
         if self._streams is not None and self._streams.are_several:
             layout.record_stream(self._streams.last)  # made on another one, perhaps
-        return Layout.read(layout, *self._layout_sizes)
+        return Layout.read(layout, self._shape)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -541,70 +417,6 @@ class TorchBackend:
                 self._exchange.stop(error)
                 raise
 
-    def _describe(
-        self,
-        phase: str,
-        sizes: tuple[int, ...],
-        layout: Layout | None = None,
-        next_sizes: tuple[int, ...] = (),
-    ) -> list[int]:
-        made_by = (0, 0) if layout is None else layout.made_by
-        return describe_call(phase, self.number, self.last_call + 1, made_by, sizes, next_sizes)
-
-    def _tell(self, phase: str, words: list[int], counts: Tensor | None = None) -> Any:
-        """Start a call: tell all ranks which, and each rank its counts."""
-        num_counts = 1 + self._topk + self._num_local_experts
-        call = self.last_call + 1
-        return self._exchange.tell(words, counts, num_counts, phase=phase, call=call)
-
-    def _hear(self, told: Any) -> Told:
-        """All ranks make the same call, so it counts; what I told each of them, and it me."""
-        tables = self._compare(told)
-        self.last_call += 1
-        return tables
-
-    def _compare(self, told: Any) -> Told:
-        """What I told each rank, and it me.
-
-        Raises:
-            PeerError: a peer makes another call.
-        """
-        tables = self._exchange.hear(told)
-        for peer, rows in enumerate(zip(*tables, strict=True)):
-            if text := difference(*rows):
-                raise self._exchange.lacks(peer, text)
-        return tables
-
-    def _agree_on_next(self, tables: Told) -> bool:
-        """Whether all ranks make a dispatch next; then they need not tell each other again.
-
-        Raises:
-            PeerError: all do, and a peer's has other sizes.
-        """
-        if not all(map(goes_on, tables.theirs)):  # on all ranks alike
-            return False
-        for peer, rows in enumerate(zip(*tables, strict=True)):
-            if text := next_difference(*rows):
-                self._exchange.open("dispatch", self.last_call + 1)
-                raise self._exchange.lacks(peer, text)
-        return True
-
-    def _send(self, picked: Any, counts: list[int], back: list[int], phase: str) -> Any:
-        return self._exchange.send(picked, counts, back, phase=phase, call=self.last_call)
-
 
 def _sum(lists: Iterable[list[int]]) -> list[int]:
     return [sum(column) for column in zip(*lists, strict=True)]
-
-
-def _stable_order(keys: Tensor) -> Tensor:
-    """As ``keys.argsort(stable=True)`` of int32 keys.
-
-    On the CPU torch sorts by radix from 32768 keys on, three times faster, which T * K is often
-    just short of.
-    """
-    missing = 32768 - keys.numel()
-    if keys.device.type != "cpu" or not 0 < missing < 16384:
-        return keys.argsort(stable=True)
-    last = torch.iinfo(keys.dtype).max
-    return torch.nn.functional.pad(keys, (0, missing), value=last).argsort(stable=True)[:-missing]

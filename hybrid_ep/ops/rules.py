@@ -1,56 +1,55 @@
 """The rules that one call's tensors obey, checked before anything is sent.
 
 Each function raises ValueError with the rule and the value, or TypeError with the argument and what
-was got. All but ``check_experts`` look at
-shapes, dtypes and devices alone, so they may run while a graph is captured or traced.
+was got. All but ``check_experts`` look at shapes, dtypes and devices alone, so they may run while a
+graph is captured or traced.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, float32, float64, is_grad_enabled
 from torch.compiler import is_compiling
 
+from hybrid_ep.communicator import Communicator
 from hybrid_ep.handle import Dispatched, Handle
-from hybrid_ep.limits import (
+from hybrid_ep.integers import as_integer, index_of, round_up
+from hybrid_ep.shape import (
     MAX_ROW_NUMBER,
     MAX_ROWS,
     MAX_SCALE_BYTES,
     MAX_SUMMED_BYTES,
     ROW_ALIGN,
-    as_integer,
-    index_of,
-    round_up,
+    SUM_DTYPES,
+    Shape,
+    unaligned,
 )
 
-if TYPE_CHECKING:
-    from hybrid_ep.buffer import Buffer
-
 TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
-SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def check_route(
-    buffer: Buffer, topk_idx: Tensor, max_rows: int | None, align: int
+    communicator: Communicator, topk_idx: Tensor, max_rows: int | None, align: int
 ) -> tuple[int | None, int]:
     """The routing of a fresh dispatch, and how its rows are sized: max_rows and align, as ints."""
-    _check_device(buffer, "topk_idx", topk_idx)
+    shape = communicator.shape
+    _check_device(communicator, "topk_idx", topk_idx)
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
-    shape = topk_idx.shape
-    if len(shape) != 2 or shape[1] != buffer.topk:
-        raise ValueError(f"topk_idx must have shape [T, topk={buffer.topk}], got {list(shape)}")
-    if shape[0] > buffer.max_tokens:
+    sizes = topk_idx.shape
+    if len(sizes) != 2 or sizes[1] != shape.topk:
+        raise ValueError(f"topk_idx must have shape [T, topk={shape.topk}], got {list(sizes)}")
+    if sizes[0] > shape.max_tokens:
         raise ValueError(
-            f"topk_idx must have at most max_tokens={buffer.max_tokens} tokens, got {shape[0]}"
+            f"topk_idx must have at most max_tokens={shape.max_tokens} tokens, got {sizes[0]}"
         )
     if isinstance(align, bool) or not isinstance(align, int) or align < 1:
         align = as_integer("align", align, 1)  # seldom: a call less for the host
-    if align * buffer.num_local_experts > MAX_ROWS:
+    if align > 1 and align * shape.num_local_experts > MAX_ROWS:
         raise ValueError(
-            f"align times the {buffer.num_local_experts} experts of a rank must be at most "
+            f"align times the {shape.num_local_experts} experts of a rank must be at most "
             f"{MAX_ROWS}, got align={align}"
         )
     if max_rows is None:
@@ -67,119 +66,111 @@ def check_route(
     return bound, align
 
 
-def check_experts(buffer: Buffer, topk_idx: Tensor) -> None:
+def check_experts(communicator: Communicator, topk_idx: Tensor) -> None:
     """The experts themselves, on the CPU; on a GPU the kernels look at them."""
     if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:
         return
     low, high = (int(value) for value in torch.aminmax(topk_idx))
-    if low < -1 or high >= buffer.num_experts:
+    num_experts = communicator.shape.num_experts
+    if low < -1 or high >= num_experts:
         raise ValueError(
-            f"topk_idx must lie in [-1, num_experts={buffer.num_experts}), got values from {low} "
-            f"to {high}"
+            f"topk_idx must lie in [-1, {num_experts=}), got values from {low} to {high}"
         )
 
 
 def check_dispatch(
-    buffer: Buffer, x: Tensor, weights: Tensor | None, scales: Tensor | None, num_tokens: int
+    communicator: Communicator,
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    num_tokens: int,
 ) -> None:
     """The tokens of a dispatch, ``num_tokens`` being those that its routing speaks of."""
-    _check_device(buffer, "x", x)
-    shape = x.shape
-    if len(shape) != 2 or shape[1] != buffer.hidden:
-        raise ValueError(f"x must have shape [T, hidden={buffer.hidden}], got {list(shape)}")
-    if shape[0] != num_tokens:
+    _check_device(communicator, "x", x)
+    sizes, hidden = x.shape, communicator.shape.hidden
+    if len(sizes) != 2 or sizes[1] != hidden:
+        raise ValueError(f"x must have shape [T, {hidden=}], got {list(sizes)}")
+    if sizes[0] != num_tokens:
         raise ValueError(
-            f"x must have as many tokens as its routing, got {shape[0]} and {num_tokens}"
+            f"x must have as many tokens as its routing, got {sizes[0]} and {num_tokens}"
         )
-    may_return = x.dtype in buffer.two_way_dtypes
+    may_return = x.dtype in communicator.two_way_dtypes
     scale_bytes = 0
     if scales is not None:
-        _check_device(buffer, "scales", scales)
+        _check_device(communicator, "scales", scales)
         if scales.dim() != 2 or scales.shape[0] != num_tokens:
             raise ValueError(
                 f"scales must have shape [T={num_tokens}, S], got {list(scales.shape)}"
             )
         scale_bytes = round_up(scales.shape[1] * scales.element_size(), 16)
     if scales is not None or not may_return:
-        check_outbox(buffer, x, scale_bytes)
+        check_outbox(communicator, x, scale_bytes)
     if weights is not None:
-        _check_weights(buffer, "topk_weights", weights, (num_tokens, buffer.topk), x.dtype)
+        sizes = num_tokens, communicator.shape.topk
+        _check_weights(communicator, "topk_weights", weights, sizes, x.dtype)
     if not may_return and is_grad_enabled():
-        check_dispatch_gradient(buffer, x, weights)
+        check_dispatch_gradient(communicator, x, weights)
 
 
-def check_combine(buffer: Buffer, rows: Tensor, weights: Tensor | None) -> None:
+def check_combine(communicator: Communicator, rows: Tensor, weights: Tensor | None) -> None:
     """The rows of a combine."""
-    _check_device(buffer, "rows", rows)
-    if rows.dim() != 2 or rows.shape[1] != buffer.hidden:
-        raise ValueError(
-            f"rows must have shape [M, hidden={buffer.hidden}], got {list(rows.shape)}"
-        )
-    if buffer.backend != "torch" and not is_compiling():  # M may be a symbol; the op looks again
-        _check_summed_bytes(rows)
-    may_return = rows.dtype in buffer.two_way_dtypes
+    _check_device(communicator, "rows", rows)
+    hidden = communicator.shape.hidden
+    if rows.dim() != 2 or rows.shape[1] != hidden:
+        raise ValueError(f"rows must have shape [M, {hidden=}], got {list(rows.shape)}")
+    # under a compiler M may be a symbol; the op looks again
+    if communicator.has_kernels and not is_compiling():
+        summed_bytes = rows.shape[0] * hidden * rows.element_size()
+        if summed_bytes > MAX_SUMMED_BYTES:
+            raise ValueError(
+                f"rows must have at most {MAX_SUMMED_BYTES} bytes in all, got {summed_bytes}: "
+                "dispatch and combine fewer tokens at a time"
+            )
+    may_return = rows.dtype in communicator.two_way_dtypes
     if not may_return:
-        check_inbox(buffer, rows)
+        check_inbox(communicator, rows)
     if weights is not None:
-        _check_weights(buffer, "weights", weights, (rows.shape[0],), rows.dtype)
+        _check_weights(communicator, "weights", weights, (rows.shape[0],), rows.dtype)
     if not may_return and is_grad_enabled():
-        check_combine_gradient(buffer, rows, weights)
+        check_combine_gradient(communicator, rows, weights)
 
 
-def _check_summed_bytes(rows: Tensor) -> None:
-    summed_bytes = rows.shape[0] * rows.shape[1] * rows.element_size()
-    if summed_bytes > MAX_SUMMED_BYTES:
-        raise ValueError(
-            f"rows must have at most {MAX_SUMMED_BYTES} bytes in all, got {summed_bytes}: dispatch "
-            "and combine fewer tokens at a time"
-        )
-
-
-def two_way_dtypes(buffer: Buffer) -> tuple[torch.dtype, ...]:
-    """The dtypes of rows that dispatch and combine both carry: each is the other's backward."""
-    return tuple(
-        dtype
-        for dtype in SUM_DTYPES
-        if buffer.hidden * dtype.itemsize <= min(buffer.row_capacity, buffer.inbox_row_bytes)
-        and (buffer.hidden * dtype.itemsize % ROW_ALIGN == 0 or buffer.backend == "torch")
-    )
-
-
-def check_outbox(buffer: Buffer, x: Tensor, scale_bytes: int = 0) -> None:
+def check_outbox(communicator: Communicator, x: Tensor, scale_bytes: int = 0) -> None:
     """A row of ``x`` and its scales have room in the outbox."""
-    if scale_bytes > MAX_SCALE_BYTES and buffer.backend != "torch":
+    if scale_bytes > MAX_SCALE_BYTES and communicator.has_kernels:
         raise ValueError(
             f"scales must have at most {MAX_SCALE_BYTES} bytes per token, got {scale_bytes}"
         )
-    row_bytes = round_up(_row_bytes(buffer, x), 16)
+    shape = communicator.shape
+    row_bytes = round_up(_row_bytes(communicator, x), 16)
     needed = row_bytes + scale_bytes
-    if needed > buffer.row_capacity and not _may_be_float64(buffer, x.dtype):
+    if needed > shape.row_capacity and not _may_be_float64(communicator, x.dtype):
         raise ValueError(
             f"rows of {x.dtype}{' and their scales' if scale_bytes else ''} need {needed} bytes, "
-            f"more than the {buffer.row_capacity} that {_reserving(buffer)}: "
+            f"more than the {shape.row_capacity} that {_reserving(shape)}: "
             + (
-                _remedy(buffer, x)
-                if row_bytes > buffer.row_capacity
+                _remedy(shape, x)
+                if row_bytes > shape.row_capacity
                 else f"make the Buffer with dtype={x.dtype} and scale_bytes={scale_bytes}"
             )
         )
 
 
-def check_inbox(buffer: Buffer, rows: Tensor) -> None:
+def check_inbox(communicator: Communicator, rows: Tensor) -> None:
     """The rows can be summed, and a sum has room on its way to the source rank."""
-    if _may_be_float64(buffer, rows.dtype):
+    if _may_be_float64(communicator, rows.dtype):
         return
     if rows.dtype not in SUM_DTYPES:
         raise ValueError(f"combine sums bfloat16, float16 or float32 rows, got {rows.dtype}")
-    needed = _row_bytes(buffer, rows)
-    if needed > buffer.inbox_row_bytes:
+    shape, needed = communicator.shape, _row_bytes(communicator, rows)
+    if needed > shape.inbox_row_bytes:
         raise ValueError(
-            f"rows of {rows.dtype} need {needed} bytes, more than the {buffer.inbox_row_bytes} "
-            f"that dtype={buffer.dtype} of the Buffer reserves: {_remedy(buffer, rows)}"
+            f"rows of {rows.dtype} need {needed} bytes, more than the {shape.inbox_row_bytes} "
+            f"that dtype={shape.dtype} of the Buffer reserves: {_remedy(shape, rows)}"
         )
 
 
-def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -> None:
+def check_dispatch_gradient(communicator: Communicator, x: Tensor, weights: Tensor | None) -> None:
     """The backward of a dispatch, a combine, can carry the gradients that are wanted."""
     if x.requires_grad:
         dtype = x.dtype
@@ -187,31 +178,35 @@ def check_dispatch_gradient(buffer: Buffer, x: Tensor, weights: Tensor | None) -
         dtype = summable_dtype(x)
     else:
         return
-    if _may_be_float64(buffer, dtype):
+    if _may_be_float64(communicator, dtype):
         return
     if dtype not in SUM_DTYPES:
         raise ValueError(
             f"the gradient of x is a sum, so x must be bfloat16, float16 or float32 to require "
             f"one, got {dtype}: detach x, or dispatch under torch.no_grad()"
         )
-    needed = buffer.hidden * dtype.itemsize
-    if needed > buffer.inbox_row_bytes:
+    shape = communicator.shape
+    needed = shape.hidden * dtype.itemsize
+    if needed > shape.inbox_row_bytes:
         raise ValueError(
             f"the backward of this dispatch combines rows of {dtype}, which need {needed} bytes, "
-            f"more than the {buffer.inbox_row_bytes} that dtype={buffer.dtype} of the Buffer "
+            f"more than the {shape.inbox_row_bytes} that dtype={shape.dtype} of the Buffer "
             f"reserves: make the Buffer with dtype={dtype}, or dispatch under torch.no_grad()"
         )
 
 
-def check_combine_gradient(buffer: Buffer, rows: Tensor, *others: Tensor | None) -> None:
+def check_combine_gradient(
+    communicator: Communicator, rows: Tensor, *others: Tensor | None
+) -> None:
     """The backward of a combine, a dispatch, can carry the gradient, where one is wanted."""
     if not any(tensor is not None and tensor.requires_grad for tensor in (rows, *others)):
         return
-    needed = round_up(buffer.hidden * rows.dtype.itemsize, 16)
-    if needed > buffer.row_capacity and not _may_be_float64(buffer, rows.dtype):
+    shape = communicator.shape
+    needed = round_up(shape.hidden * rows.dtype.itemsize, 16)
+    if needed > shape.row_capacity and not _may_be_float64(communicator, rows.dtype):
         raise ValueError(
             f"the backward of this combine dispatches rows of {rows.dtype}, which need {needed} "
-            f"bytes, more than the {buffer.row_capacity} that {_reserving(buffer)}: make the "
+            f"bytes, more than the {shape.row_capacity} that {_reserving(shape)}: make the "
             f"Buffer with dtype={rows.dtype}, or combine under torch.no_grad()"
         )
 
@@ -230,7 +225,7 @@ def summable_dtype(rows: Tensor) -> torch.dtype:
 
 
 def check_sizes(
-    buffer: Buffer,
+    communicator: Communicator,
     *,
     layout_size: int,
     experts: int | None = None,
@@ -238,24 +233,24 @@ def check_sizes(
 ) -> None:
     """The sizes that an op got as arguments are those of its Buffer."""
     given = {
-        "layout_size": (layout_size, buffer.layout_size),
-        "experts": (experts, buffer.num_local_experts),
-        "topk": (topk, buffer.topk),
+        "layout_size": (layout_size, communicator.layout_size),
+        "experts": (experts, communicator.shape.num_local_experts),
+        "topk": (topk, communicator.shape.topk),
     }
     for name, (value, expected) in given.items():
         if value is not None and value != expected:
             raise ValueError(f"{name} must be that of the Buffer, {expected}, got {value}")
 
 
-def check_handle(buffer: Buffer, handle: Handle) -> None:
+def check_handle(communicator: Communicator, handle: Handle) -> None:
     """The handle is of this Buffer, as far as its size can tell."""
     if not isinstance(handle, Handle):
         hint = ": pass its field .handle" if isinstance(handle, Dispatched) else ""
         raise wrong_type("handle", "a hybrid_ep.Handle", handle, hint)
-    if handle.layout.shape[0] != buffer.layout_size:
+    if handle.layout.shape[0] != communicator.layout_size:
         raise ValueError(
-            f"the handle must be of this Buffer, whose layouts have {buffer.layout_size} words, "
-            f"got one of {handle.layout.shape[0]}"
+            "the handle must be of this Buffer, whose layouts have "
+            f"{communicator.layout_size} words, got one of {handle.layout.shape[0]}"
         )
 
 
@@ -265,48 +260,51 @@ def wrong_type(name: str, wanted: str, got: Any, hint: str = "") -> TypeError:
     return TypeError(f"{name} must be {wanted}, got {kind}{hint}")
 
 
-def _reserving(buffer: Buffer) -> str:
+def _reserving(shape: Shape) -> str:
     """Which arguments of the Buffer size a row of the outbox, with their verb."""
-    if buffer.scale_bytes:
-        return f"dtype={buffer.dtype} and scale_bytes={buffer.scale_bytes} of the Buffer reserve"
-    return f"dtype={buffer.dtype} of the Buffer reserves"
+    if shape.scale_bytes:
+        return f"dtype={shape.dtype} and scale_bytes={shape.scale_bytes} of the Buffer reserve"
+    return f"dtype={shape.dtype} of the Buffer reserves"
 
 
-def _remedy(buffer: Buffer, rows: Tensor) -> str:
+def _remedy(shape: Shape, rows: Tensor) -> str:
     """What to do about rows that are too wide for the Buffer."""
-    convert = f"convert them to {buffer.dtype}"
+    convert = f"convert them to {shape.dtype}"
     if rows.dtype.itemsize > 4:  # no backend but torch's carries such rows
         return convert
     return f"{convert}, or make the Buffer with dtype={rows.dtype}"
 
 
-def _check_device(buffer: Buffer, name: str, tensor: Tensor) -> None:
+def _check_device(communicator: Communicator, name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor):
         raise wrong_type(name, "a tensor", tensor)
-    if tensor.device != buffer.device:
-        raise ValueError(f"{name} must be on the Buffer's {buffer.device}, got {tensor.device}")
+    if tensor.device != communicator.device:
+        raise ValueError(
+            f"{name} must be on the Buffer's {communicator.device}, got {tensor.device}"
+        )
 
 
 def _check_weights(
-    buffer: Buffer, name: str, weights: Tensor, shape: tuple[int, ...], payload: torch.dtype
+    communicator: Communicator,
+    name: str,
+    weights: Tensor,
+    sizes: tuple[int, ...],
+    payload: torch.dtype,
 ) -> None:
-    _check_device(buffer, name, weights)
-    if tuple(weights.shape) != shape:  # the compiler does not compare a Size with a tuple
-        raise ValueError(f"{name} must have shape {list(shape)}, got {list(weights.shape)}")
+    _check_device(communicator, name, weights)
+    if tuple(weights.shape) != sizes:  # the compiler does not compare a Size with a tuple
+        raise ValueError(f"{name} must have shape {list(sizes)}, got {list(weights.shape)}")
     dtype = float64 if payload == float64 else float32
     if weights.dtype != dtype:
         raise ValueError(f"{name} must be {dtype}, got {weights.dtype}")
 
 
-def _row_bytes(buffer: Buffer, rows: Tensor) -> int:
-    row_bytes = buffer.hidden * rows.element_size()
-    if row_bytes % ROW_ALIGN and buffer.backend != "torch":
-        raise ValueError(
-            f"rows must be a multiple of {ROW_ALIGN} bytes, got {row_bytes} "
-            f"(hidden={buffer.hidden}, {rows.dtype})"
-        )
-    return row_bytes
+def _row_bytes(communicator: Communicator, rows: Tensor) -> int:
+    hidden = communicator.shape.hidden
+    if communicator.has_kernels and (text := unaligned(hidden, rows.dtype)):
+        raise ValueError(text)
+    return hidden * rows.element_size()
 
 
-def _may_be_float64(buffer: Buffer, dtype: torch.dtype) -> bool:
-    return dtype == torch.float64 and buffer.backend == "torch"  # for torch.autograd.gradcheck
+def _may_be_float64(communicator: Communicator, dtype: torch.dtype) -> bool:
+    return dtype == torch.float64 and not communicator.has_kernels  # torch.autograd.gradcheck's

@@ -5,15 +5,12 @@ from __future__ import annotations
 import os
 import secrets
 from mmap import mmap
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.topology import Topology
-
-if TYPE_CHECKING:
-    from hybrid_ep.backends.messages import Messages
+from hybrid_ep.backends.torch.messages import Messages
+from hybrid_ep.shape import Shape
 
 
 class HostOutbox:
@@ -26,21 +23,23 @@ class HostOutbox:
 
     Args:
         mapped: the memory, the same for all ranks.
+        shape: how many tokens of how many ranks.
+        rank: this one.
         token_bytes: room for one token.
     """
 
     SECTION = 64  # what follows another payload starts at a multiple of these bytes
 
-    def __init__(self, mapped: mmap, topology: Topology, max_tokens: int, token_bytes: int) -> None:
+    def __init__(self, mapped: mmap, shape: Shape, rank: int, token_bytes: int) -> None:
         self.token_bytes = token_bytes
         with torch.inference_mode(False):  # later calls in any mode write to it
             self._bytes = torch.frombuffer(mapped, dtype=torch.uint8)
-        self._topology = topology
-        self._max_tokens = max_tokens
+        self._tokens = shape.num_ranks * shape.max_tokens
+        self._first = rank * shape.max_tokens
 
     @classmethod
-    def size(cls, topology: Topology, max_tokens: int, token_bytes: int) -> int:
-        half = topology.num_ranks * max_tokens * token_bytes + 4 * cls.SECTION
+    def size(cls, shape: Shape, token_bytes: int) -> int:
+        half = shape.num_ranks * shape.max_tokens * token_bytes + 4 * cls.SECTION
         return 2 * (half // cls.SECTION * cls.SECTION)
 
     def publish(self, payloads: list[Tensor | None], call: int) -> list[Tensor | None]:
@@ -49,15 +48,14 @@ class HostOutbox:
         They hold the peers' tokens once the exchange that starts the call is over.
         """
         begin = call % 2 * (self._bytes.numel() // 2)
-        first, ranks = self._topology.rank * self._max_tokens, self._topology.num_ranks
         everybody: list[Tensor | None] = []
         for payload in payloads:
             if payload is None:
                 everybody.append(None)
                 continue
-            size = ranks * self._max_tokens * payload.shape[1] * payload.element_size()
+            size = self._tokens * payload.shape[1] * payload.element_size()
             view = self._bytes[begin : begin + size].view(payload.dtype).view(-1, payload.shape[1])
-            view[first : first + payload.shape[0]].copy_(payload)
+            view[self._first : self._first + payload.shape[0]].copy_(payload)
             everybody.append(view)
             begin += -(-size // self.SECTION) * self.SECTION
         return everybody
@@ -70,7 +68,7 @@ def map_together(exchange: Messages, num_bytes: int, phase: str, call: int) -> m
     through rank 0's process. They cannot if they run on another host or in another container, and
     no rank can without descriptors or under a limit on the size of files.
     """
-    rank, ranks = exchange.topology.rank, exchange.topology.num_ranks
+    rank, ranks = exchange.group.rank, exchange.group.num_ranks
     made, ticket, mapped, agreed = -1, _NO_TICKET, None, False
     try:
         if rank == 0:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.backends.messages import Exchange, Rows, Told
+from hybrid_ep.backends.torch.messages import Exchange, Rows, Told
 
 _UNTOLD = -1  # in the tables before NCCL fills them; fields begin with the number of a phase
 _SPIN_S, _SLEEP_S = 1e-3, 1e-4  # how long the host only looks again, and how seldom later
@@ -51,7 +51,6 @@ class Collectives(Exchange):
     the timeout of NCCL.
     """
 
-    device: torch.device
     _side: _Side | None = None
 
     def tell(
@@ -59,17 +58,17 @@ class Collectives(Exchange):
     ) -> _Tables:
         told, untold = fields + [0] * num_counts, [_UNTOLD] * (len(fields) + num_counts)
         rows = torch.tensor([[told], [untold]], dtype=torch.int64, device="cpu")
-        tables = rows.repeat(1, self.topology.num_ranks, 1).to(self.device, non_blocking=True)
+        tables = rows.repeat(1, self.group.num_ranks, 1).to(self.group.device, non_blocking=True)
         if counts is not None:
             tables[0, :, len(fields) :].copy_(counts)
-        if self.device.type == "cpu":
+        if self.group.device.type == "cpu":
             self.receive(self._all_to_all(tables[1], tables[0], None, None, phase, call))
             return _Tables(tables, tables)
 
         if self._side is None:
-            self._side = _Side(tables.shape, self.device)
+            self._side = _Side(tables.shape, self.group.device)
         side = self._side
-        side.before.record(torch.cuda.current_stream(self.device))
+        side.before.record(torch.cuda.current_stream(self.group.device))
         sent = self._all_to_all(tables[1], tables[0], None, None, phase, call)
         with torch.cuda.stream(side.stream):
             self.receive(sent)
@@ -79,7 +78,7 @@ class Collectives(Exchange):
         return _Tables(tables, side.host)
 
     def hear(self, told: _Tables) -> Told:
-        if self.device.type != "cpu":
+        if self.group.device.type != "cpu":
             self._await(told)
         mine, theirs = told.on_host.tolist()
         for peer, table in enumerate(theirs):
@@ -119,7 +118,12 @@ class Collectives(Exchange):
         self.open(phase, call)
         try:
             work = dist.all_to_all_single(
-                received, sent, recv_counts, send_counts, group=self.group, async_op=True
+                received,
+                sent,
+                recv_counts,
+                send_counts,
+                group=self.group.process_group,
+                async_op=True,
             )
         except RuntimeError as error:
             self._blame("the exchange could not be started", error)
@@ -127,7 +131,7 @@ class Collectives(Exchange):
 
     def _blame(self, what: str, error: RuntimeError) -> NoReturn:
         """As ``blaming``: NCCL does not say with which peer it failed."""
-        peer = (self.topology.rank + 1) % self.topology.num_ranks
+        peer = (self.group.rank + 1) % self.group.num_ranks
         with self.blaming(peer, f"{what}, with this or another peer"):
             raise error
 
@@ -150,18 +154,18 @@ class Collectives(Exchange):
 
     def _find_silent_peer(self, tables: _Tables) -> int:
         """The first peer whose table is not there: those of the others may have come."""
-        stream, copied = torch.cuda.Stream(self.device), torch.cuda.Event()
+        stream, copied = torch.cuda.Stream(self.group.device), torch.cuda.Event()
         with torch.cuda.stream(stream):
             tables.on_host.copy_(tables.on_device, non_blocking=True)
             copied.record(stream)
         begin = time.monotonic()
         while not copied.query():
             if time.monotonic() - begin > _LOOK_S:  # behind the exchange, in a stream of its own
-                return (self.topology.rank + 1) % self.topology.num_ranks
+                return (self.group.rank + 1) % self.group.num_ranks
             time.sleep(_SLEEP_S)
         silent = [peer for peer, table in enumerate(tables.on_host[1]) if table[0] == _UNTOLD]
-        silent = [peer for peer in silent if peer != self.topology.rank]
-        return silent[0] if silent else (self.topology.rank + 1) % self.topology.num_ranks
+        silent = [peer for peer in silent if peer != self.group.rank]
+        return silent[0] if silent else (self.group.rank + 1) % self.group.num_ranks
 
 
 class _Side:

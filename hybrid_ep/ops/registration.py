@@ -73,15 +73,7 @@ def backward_order(ctx: Any, grad: Tensor) -> Tensor | None:
 
 
 def define(
-    name: str,
-    arguments: str,
-    returns: str,
-    *,
-    run: Callable[..., Any],
-    fake: Callable[..., Any],
-    save: Callable[..., None] | None = None,
-    backward: Callable[..., tuple[Any, ...]] | None = None,
-    refuse: Callable[..., None] | None = None,
+    name: str, arguments: str, returns: str, *, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Define both overloads of a verb.
 
@@ -92,25 +84,19 @@ def define(
         run: the verb.
         fake: the shapes of what ``run`` returns, from the arguments alone: the compile caches of
             torch do not know what it reads elsewhere.
-        save: ``save(ctx, inputs, output)``; None where nothing is differentiable.
-        backward: ``backward(ctx, *grads)``, a gradient or None for each of ``arguments``.
-        refuse: raises for arguments whose gradient the Buffer cannot carry; called before anything
-            is sent, where a gradient is wanted.
 
     Returns:
         Callable: the op, ``op(*arguments, order)``; ``order`` None means the functional overload.
     """
-    functional = _define(name, f"({arguments}) -> {returns}", run, fake)
+    functional = define_unordered(name, arguments, returns, run=run, fake=fake)
     torch.fx.node.has_side_effect(functional)  # no pass over an FX graph removes it
-    ordered = _define(
+    ordered = define_unordered(
         f"{name}.ordered",
-        f"({arguments}, Tensor(a!) order) -> {returns}",
-        lambda *args: run(*args[:-1]),
-        lambda *args: fake(*args[:-1]),
+        f"{arguments}, Tensor(a!) order",
+        returns,
+        run=lambda *args: run(*args[:-1]),
+        fake=lambda *args: fake(*args[:-1]),
     )
-    count = len(functional._schema.arguments)
-    for overload, qualified in ((functional, name), (ordered, f"{name}.ordered")):
-        _library.impl(qualified, _autograd_of(overload, count, save, backward, refuse), "Autograd")
 
     def op(*args: Any) -> Any:
         return functional(*args[:-1]) if args[-1] is None else ordered(*args)
@@ -120,29 +106,49 @@ def define(
 
 def define_unordered(
     name: str, arguments: str, returns: str, *, run: Callable[..., Any], fake: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Define an op that is a pure function and has no gradient; see ``define``."""
-    return _define(name, f"({arguments}) -> {returns}", run, fake)
-
-
-def _define(
-    name: str, schema: str, run: Callable[..., Any], fake: Callable[..., Any]
 ) -> torch._ops.OpOverload:
-    _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+    """Define one op, a pure function unless its arguments say otherwise; see ``define``."""
+    schema = f"{name}({arguments}) -> {returns}"
+    _library.define(schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, torch._disable_dynamo(run), "CompositeExplicitAutograd")
     torch.library.register_fake(f"hybrid_ep::{name}", fake, lib=_library)
     packet, _, overload = name.partition(".")
     return getattr(getattr(torch.ops.hybrid_ep, packet), overload or "default")
 
 
-def _autograd_of(
-    overload: torch._ops.OpOverload,
-    count: int,
-    save: Callable[..., None] | None,
-    backward: Callable[..., tuple[Any, ...]] | None,
-    refuse: Callable[..., None] | None,
-) -> Callable[..., Any]:
-    """The autograd kernel; ``torch.library.register_autograd`` refuses ops that write."""
+def register_without_gradient(name: str) -> None:
+    """Register a verb whose results have no gradient with autograd."""
+    for overload, qualified in _overloads(name):
+        _library.impl(qualified, _below_autograd(overload), "Autograd")
+
+
+def register_gradient(
+    name: str,
+    *,
+    save: Callable[..., None],
+    backward: Callable[..., tuple[Any, ...]],
+    refuse: Callable[..., None],
+) -> None:
+    """Register the gradient of a verb; ``torch.library.register_autograd`` refuses ops that write.
+
+    Args:
+        name: of the verb.
+        save: ``save(ctx, inputs, output)``.
+        backward: ``backward(ctx, *grads)``, a gradient or None for each argument of the schema.
+        refuse: raises for arguments whose gradient the Buffer cannot carry; called before anything
+            is sent, where a gradient is wanted.
+    """
+    for overload, qualified in _overloads(name):
+        kernel = _autograd_of(overload, save, backward, refuse)
+        _library.impl(qualified, kernel, "Autograd")
+
+
+def _overloads(name: str) -> tuple[tuple[torch._ops.OpOverload, str], ...]:
+    packet = getattr(torch.ops.hybrid_ep, name)
+    return (packet.default, name), (packet.ordered, f"{name}.ordered")
+
+
+def _below_autograd(overload: torch._ops.OpOverload) -> Callable[..., Any]:
     ordered = overload._overloadname == "ordered"
 
     def below(*args: Any) -> Any:
@@ -154,8 +160,18 @@ def _autograd_of(
             _never_recompute(mode.tracer.graph, known)
         return output
 
-    if save is None:
-        return below
+    return below
+
+
+def _autograd_of(
+    overload: torch._ops.OpOverload,
+    save: Callable[..., None],
+    backward: Callable[..., tuple[Any, ...]],
+    refuse: Callable[..., None],
+) -> Callable[..., Any]:
+    ordered = overload._overloadname == "ordered"
+    count = len(overload._schema.arguments) - ordered
+    below = _below_autograd(overload)
 
     class Verb(torch.autograd.Function):
         @staticmethod

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.tensors import trues_first
+from hybrid_ep.backends.torch.tensors import trues_first
+from hybrid_ep.shape import Shape
 
 
 @dataclass
@@ -51,37 +52,37 @@ class Layout:
     copy_rows: Tensor | None = None
 
     @staticmethod
-    def size(num_ranks: int, max_tokens: int, topk: int) -> int:
+    def size(shape: Shape) -> int:
         """Int32 words of the storage: the worst case, so that shapes never depend on routing."""
-        return sum(_capacities(num_ranks, max_tokens, topk))
+        return sum(_capacities(shape))
 
     @classmethod
-    def read(cls, storage: Tensor, num_ranks: int, max_tokens: int, topk: int) -> Layout:
+    def read(cls, storage: Tensor, shape: Shape) -> Layout:
         """What ``write`` wrote, as views of it; the host waits for it."""
-        head, *parts = storage.split(_capacities(num_ranks, max_tokens, topk))
+        head, *parts = storage.split(_capacities(shape))
         words = iter(head.tolist())
         numbers = list(islice(words, _NUMBERS))
         sent, received, terms = (
-            list(islice(words, length)) for length in (num_ranks, num_ranks, topk)
+            list(islice(words, length)) for length in (shape.num_ranks, shape.num_ranks, shape.topk)
         )
         tokens, copies = numbers[2], sum(received)
-        shapes = ((tokens, topk), (sum(sent),), (copies,), (copies, topk))
+        sizes = ((tokens, shape.topk), (sum(sent),), (copies,), (copies, shape.topk))
         tensors = (
-            part[: torch.Size(shape).numel()].view(shape)
-            for part, shape in zip(parts, shapes, strict=True)
+            part[: torch.Size(size).numel()].view(size)
+            for part, size in zip(parts, sizes, strict=True)
         )
         row_terms = None if terms[0] == _UNKNOWN else terms
         return cls((numbers[0], numbers[1]), *numbers[2:], sent, received, row_terms, *tensors)
 
-    def write(self, num_ranks: int, max_tokens: int, topk: int) -> Tensor:
+    def write(self, shape: Shape) -> Tensor:
         """The layout as one int32 tensor; the host waits for nothing."""
         device = self.named.device
-        capacities = _capacities(num_ranks, max_tokens, topk)
+        capacities = _capacities(shape)
         storage = torch.zeros(sum(capacities), dtype=torch.int32, device=device)
         head, *parts = storage.split(capacities)
         numbers = [*self.made_by, self.num_tokens, self.num_rows, self.num_filled]
         numbers += [self.num_repeats, *self.send_counts, *self.recv_counts]
-        numbers += [_UNKNOWN] * topk if self.row_terms is None else self.row_terms
+        numbers += [_UNKNOWN] * shape.topk if self.row_terms is None else self.row_terms
         head.copy_(torch.tensor(numbers, dtype=torch.int32, device="cpu"), non_blocking=True)
         tensors = (self.named, self.send_tokens, self.sources, self.copy_rows)
         for part, tensor in zip(parts, tensors, strict=True):
@@ -99,11 +100,11 @@ _NUMBERS = 6  # at the beginning of a layout
 _UNKNOWN = -1
 
 
-def _capacities(num_ranks: int, max_tokens: int, topk: int) -> list[int]:
+def _capacities(shape: Shape) -> list[int]:
     """Words of the numbers, and of the four tensors behind them."""
-    copies = num_ranks * max_tokens
-    head = _NUMBERS + 2 * num_ranks + topk
-    return [head, max_tokens * topk, max_tokens * min(topk, num_ranks), copies, copies * topk]
+    ranks, tokens, topk = shape.num_ranks, shape.max_tokens, shape.topk
+    head, copies = _NUMBERS + 2 * ranks + topk, ranks * tokens
+    return [head, tokens * topk, tokens * min(topk, ranks), copies, copies * topk]
 
 
 @dataclass(frozen=True)
@@ -185,12 +186,18 @@ class Counts(NamedTuple):
         return self.of_terms[0]
 
 
-def experts_of_ranks(experts: Tensor, num_experts: int, num_ranks: int) -> Tensor:
+def experts_of_ranks(experts: Tensor, shape: Shape) -> Tensor:
     """``[T, R]``: how many experts token t has on rank r; it goes there if there are any."""
-    shape = (experts.shape[0], num_ranks + 1)  # the last column takes what has no expert
-    found = torch.zeros(shape, dtype=torch.int64, device=experts.device)
+    size = (experts.shape[0], shape.num_ranks + 1)  # the last column takes what has no expert
+    found = torch.zeros(size, dtype=torch.int64, device=experts.device)
     ones = torch.ones_like(experts)
-    return found.scatter_add_(1, experts // (num_experts // num_ranks), ones)[:, :num_ranks]
+    return found.scatter_add_(1, experts // shape.num_local_experts, ones)[:, : shape.num_ranks]
+
+
+def local_experts(experts: Tensor, shape: Shape, rank: int) -> Tensor:
+    """The number of each expert on a rank; from E / R on where it is another's, or none."""
+    first = rank * shape.num_local_experts
+    return (experts - first).remainder(shape.num_experts + 1)
 
 
 def count_for_peers(named: Tensor, experts: Tensor, of_ranks: Tensor, num_experts: int) -> Tensor:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.tensors import as_words, empty
+from hybrid_ep.backends.torch.layout import Layout, count_terms
+from hybrid_ep.backends.torch.tensors import as_words, empty, to_device
+from hybrid_ep.shape import Shape
 
 # fp32 values that are summed at a time
 _CPU_BLOCK = 1 << 18  # 1 MB, for the cache
@@ -56,6 +60,35 @@ def sum_in_order(
             total[: last - begin].add_(term(slice(begin, last), j))
         sums.view(words.dtype).index_copy_(0, order[begin:end], as_words(total.to(rows.dtype)))
     return sums
+
+
+def sum_at_home(
+    inbox: Tensor, home_copies: Tensor, home_terms: list[int], layout: Layout, shape: Shape
+) -> Tensor:
+    """``[T, H]``: over the ranks of a node in rank order, then over the nodes; rounded after each.
+
+    Args:
+        inbox: sums of the copies that I sent, ordered as ``layout.send_tokens``.
+        home_copies: ``[T, J]``, which of them are of a token, in rank order; -1 for none.
+        home_terms: for each j below J, how many tokens have more than j of them.
+        layout: of these copies.
+        shape: says how ranks are divided into nodes.
+    """
+    nodes, device = shape.num_nodes, inbox.device
+    if nodes == 1:
+        return sum_in_order(inbox, home_copies, home_terms)
+    ends = to_device(list(accumulate(layout.send_counts)), torch.int64, device)
+    peer = torch.bucketize(home_copies.clamp(min=0), ends, right=True)
+    node = torch.where(home_copies >= 0, peer // shape.ranks_per_node, -1)
+    sums = []
+    for n in range(nodes):
+        of_node = torch.where(node == n, home_copies, -1)
+        sums.append(sum_in_order(inbox, of_node, count_terms(of_node).tolist()))
+    number = torch.arange(nodes * layout.num_tokens, dtype=torch.int64, device=device)
+    sum_of_node = number.view(nodes, layout.num_tokens).t()
+    touched = torch.stack([(node == n).any(dim=1) for n in range(nodes)], dim=1)
+    index = torch.where(touched, sum_of_node, -1)
+    return sum_in_order(torch.cat(sums), index, count_terms(index).tolist())
 
 
 def gather_or_zero(values: Tensor, index: Tensor) -> Tensor:

@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep.backends.tensors import empty
+from hybrid_ep.backends.torch.tensors import empty
 from hybrid_ep.errors import PeerError
-from hybrid_ep.topology import Topology
+from hybrid_ep.group import Group
 
 # gloo takes 100 years, and of 500 it makes a deadline that has passed
 LONGEST_S = timedelta(days=3650).total_seconds()
@@ -65,8 +65,7 @@ class Exchange(ABC):
         failure: why the Buffer cannot be used any more, None where it can.
     """
 
-    group: Any
-    topology: Topology
+    group: Group
     timeout_s: float
     failure: RuntimeError | None = field(default=None, kw_only=True)
     # phase and number of the call between its exchanges
@@ -143,7 +142,7 @@ class Exchange(ABC):
         """The error of a call in which something of the peer is missing; it is kept."""
         phase, call = self._half_way
         self.failure = PeerError(
-            rank=self.topology.rank, peer=peer, phase=phase, call=call, reason=reason
+            rank=self.group.rank, peer=peer, phase=phase, call=call, reason=reason
         )
         return self.failure
 
@@ -185,7 +184,7 @@ class Messages(Exchange):
     def tell(
         self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
     ) -> Told:
-        ranks = self.topology.num_ranks
+        ranks = self.group.num_ranks
         counts = [[0] * num_counts] * ranks if counts is None else counts.tolist()
         mine = [[*fields, *each] for each in counts]
         sent = torch.tensor(mine, dtype=torch.int64, device="cpu")
@@ -202,8 +201,8 @@ class Messages(Exchange):
     def send(
         self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
     ) -> Tensor:
-        me, (source, index) = self.topology.rank, rows
-        if self.topology.num_ranks == 1:
+        me, (source, index) = self.group.rank, rows
+        if self.group.num_ranks == 1:
             return source if index is None else source.index_select(0, index)
         received = empty((sum(recv_counts), source.shape[1]), source)
         recvs = list(received.split(recv_counts))
@@ -225,7 +224,7 @@ class Messages(Exchange):
 
     def gather(self, mine: Tensor, *, phase: str, call: int) -> Tensor:
         """``mine [N, W]`` of each rank, ``[R * N, W]``."""
-        me, ranks = self.topology.rank, self.topology.num_ranks
+        me, ranks = self.group.rank, self.group.num_ranks
         everybody = mine.new_empty((ranks, *mine.shape))
         everybody[me].copy_(mine)
         self([[mine]] * ranks, [[theirs] for theirs in everybody], phase=phase, call=call)
@@ -242,10 +241,10 @@ class Messages(Exchange):
         """Send ``sends[r]`` to rank r and fill ``recvs[r]`` from it; my own rank is left alone."""
         operations: list[Operation] = []
         landed: list[tuple[Tensor, Tensor]] = []
-        for step in range(1, self.topology.num_ranks):
+        for step in range(1, self.group.num_ranks):
             # rank r talks to r+1, r+2, ... so that no receiver gets everything at once
-            source = (self.topology.rank - step) % self.topology.num_ranks
-            target = (self.topology.rank + step) % self.topology.num_ranks
+            source = (self.group.rank - step) % self.group.num_ranks
+            target = (self.group.rank + step) % self.group.num_ranks
             for tensor in recvs[source]:
                 if tensor.numel():
                     buffer = tensor
@@ -261,9 +260,9 @@ class Messages(Exchange):
         self._tensors = [tensor for _, tensor, _ in operations]
         self.open(phase, call)
         for start, tensor, peer in operations:
-            target = dist.get_global_rank(self.group, peer)
+            target = dist.get_global_rank(self.group.process_group, peer)
             with self.blaming(peer, "the connection is closed"):
-                request = start(tensor, target, group=self.group, tag=self.tag)
+                request = start(tensor, target, group=self.group.process_group, tag=self.tag)
             self._requests.append((peer, request))
         for peer, request in self._requests:
             with self.blaming(peer, f"nothing came{self.in_time()} or the connection closed"):

@@ -1,40 +1,33 @@
-"""The nvshmem backend: CUDA kernels between the GPUs of several nodes.
+"""The nvshmem backend's memory: CUDA kernels between the GPUs of several nodes.
 
     route      publish_routing, assign_rows, keep_routing   through the rail peers; the handle
     dispatch   dispatch                                     once to each node, then as on one node
     combine    combine                                      added in each node, then at home
 
-The verbs are those of ``kernels.py``, as the nvlink backend's. The symmetric memory is
-NVSHMEM's. A process takes part in one NVSHMEM job, whose ranks are those of its first Buffer: later
-Buffers are for the same ranks.
+The symmetric memory is NVSHMEM's. A process takes part in one NVSHMEM job, whose ranks are those of
+its first Buffer: later Buffers are for the same ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import os
 import socket
 import threading
-import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.backends import kernels
-from hybrid_ep.backends.kernels import raise_together
-from hybrid_ep.backends.nvshmem_library import load_host_library
-from hybrid_ep.fabric import nccl_files, network_environment, read_ports
+from hybrid_ep.backends.cuda.fabric import nccl_files, network_environment, read_ports
+from hybrid_ep.backends.cuda.nvshmem_library import load_host_library
+from hybrid_ep.config import Config
+from hybrid_ep.group import Group, gpu_uuid
+from hybrid_ep.integers import round_up
 from hybrid_ep.layout.network_window import network_window
-from hybrid_ep.limits import round_up
-from hybrid_ep.topology import Topology, gpu_uuid
-
-if TYPE_CHECKING:
-    from hybrid_ep.buffer import Buffer
-    from hybrid_ep.config import Config
+from hybrid_ep.shape import Shape
 
 HEAP_MARGIN = 2**26  # bytes of a heap that cannot grow, for what NVSHMEM itself keeps there
 NOTICE_S = 20.0  # after which a rank that waits inside NVSHMEM says so
@@ -75,11 +68,6 @@ def load_extension() -> Any:
     return extension
 
 
-def unavailable_reason(buffer: Buffer) -> str | None:
-    """What this rank lacks for the nvshmem backend, as a sentence; None if nothing."""
-    return kernels.what_is_lacking("nvshmem", buffer, load_extension)
-
-
 class Heap:
     """The symmetric heap of this process's NVSHMEM job, shared by its Buffers.
 
@@ -92,15 +80,14 @@ class Heap:
         self._sizes: list[int] = []  # of every allocation that was ever made
         self._given_back: dict[int, int] = {}  # number of an allocation -> its address
 
-    def start(self, buffer: Buffer, heap_bytes: int) -> None:
-        """Join the job, or make sure that it is the buffer's.
+    def start(self, shape: Shape, group: Group, config: Config, heap_bytes: int) -> None:
+        """Join the job, or make sure that it is the group's; collective.
 
         Raises:
             RuntimeError: NVSHMEM did not start, or the job has other ranks; on all ranks.
         """
-        topology = buffer.topology
-        ranks = _world_ranks(buffer)
-        states = buffer.gather(self._ranks)
+        ranks = _world_ranks(group)
+        states = group.gather(self._ranks)
         if any(state is not None for state in states):
             if any(state != ranks for state in states):
                 raise RuntimeError(
@@ -108,55 +95,41 @@ class Heap:
                     f"were {self._ranks}, this Buffer has {ranks}"
                 )
             return
-        _refuse_uneven_sharing(buffer)
-        # All that can fail on one rank alone comes before this gather: NVSHMEM's start has no
+        _refuse_uneven_sharing(group)
+        # All that can fail on one rank alone comes before the last gather: NVSHMEM's start has no
         # deadline, so a missing rank would leave its peers there for ever.
-        unique_id, failure = None, None
-        try:
-            _set_environment(buffer, heap_bytes)
-            with torch.cuda.device(buffer.device):
+        unique_id = None
+        with group.alike():
+            _set_environment(shape, config, heap_bytes)
+            with torch.cuda.device(group.device):
                 torch.cuda.synchronize()  # NVSHMEM starts on the device that has a context
-                if topology.rank == 0:
+                if group.rank == 0:
                     unique_id = _nvshmem.unique_id()
-        except RuntimeError as error:
-            failure = str(error)
-        prepared = buffer.gather((unique_id, failure))
-        raise_together([failure for _, failure in prepared])
-        unique_id = prepared[0][0]
-        try:
-            with torch.cuda.device(buffer.device), _notice(topology, "NVSHMEM's start"):
-                _nvshmem.start(unique_id, topology.rank, topology.num_ranks)
-        except RuntimeError as error:
-            failure = str(error)
-        raise_together(buffer.gather(failure))
+        unique_id = group.gather(unique_id)[0]
+        with group.alike(), torch.cuda.device(group.device), _notice(group, "NVSHMEM's start"):
+            _nvshmem.start(unique_id, group.rank, group.num_ranks)
         self._ranks = ranks
 
-    def take(self, buffer: Buffer, num_bytes: int) -> tuple[int, int]:
-        """A part of the heap: its number, the same on all ranks, and its address here.
+    def take(self, group: Group, num_bytes: int) -> tuple[int, int]:
+        """A part of the heap: its number, the same on all ranks, and its address here; collective.
 
         Raises:
             RuntimeError: a rank has no room; on all ranks.
         """
-        self.trim(buffer, keep=num_bytes)
+        self.trim(group, keep=num_bytes)
         free = sorted(self._given_back)
-        common = set.intersection(*map(set, buffer.gather(free)))
+        common = set.intersection(*map(set, group.gather(free)))
         if fitting := [number for number in sorted(common) if self._sizes[number] == num_bytes]:
-            self._complete_puts(buffer)
+            self._complete_puts(group)
             return fitting[0], self._given_back.pop(fitting[0])
-        address, failure = 0, None
-        try:
-            what = f"{num_bytes} bytes of NVSHMEM's heap"
-            with torch.cuda.device(buffer.device), _notice(buffer.topology, what):
-                address = _nvshmem.allocate(num_bytes)
-        except RuntimeError as error:
-            failure = str(error)
-        failures = buffer.gather(failure)
-        number = len(self._sizes)
+        number, address = len(self._sizes), 0
         self._sizes.append(num_bytes)
+        what = f"{num_bytes} bytes of NVSHMEM's heap"
         try:
-            raise_together(failures)
+            with group.alike(), torch.cuda.device(group.device), _notice(group, what):
+                address = _nvshmem.allocate(num_bytes)
         except RuntimeError:
-            if failure is None:  # a peer has none, so nobody uses it
+            if address:  # a peer has none, so nobody uses it
                 self.give_back(number, address)
             raise
         return number, address
@@ -165,35 +138,36 @@ class Heap:
         """Not needed any more, here."""
         self._given_back[number] = address
 
-    def trim(self, buffer: Buffer, keep: int = -1) -> None:
+    def trim(self, group: Group, keep: int = -1) -> None:
         """Free what no rank needs any more, but parts of ``keep`` bytes; collective."""
-        common = set.intersection(*map(set, buffer.gather(sorted(self._given_back))))
+        common = set.intersection(*map(set, group.gather(sorted(self._given_back))))
         unwanted = [number for number in sorted(common) if self._sizes[number] != keep]
         if unwanted:
-            self._complete_puts(buffer)
+            self._complete_puts(group)
         for number in unwanted:
             _nvshmem.free(self._given_back.pop(number))
 
-    def _complete_puts(self, buffer: Buffer) -> None:
+    def _complete_puts(self, group: Group) -> None:
         """No put of an earlier Buffer is under way any more, from any rank; collective.
 
         A Buffer ends when all its ranks have what they waited for. The last credits may come later,
         and would land in the flags of the next Buffer.
         """
-        failure = None
-        try:
-            with torch.cuda.device(buffer.device), _notice(buffer.topology, "its last puts"):
-                _nvshmem.complete_puts()
-        except RuntimeError as error:
-            failure = str(error)
-        raise_together(buffer.gather(failure))
+        with group.alike(), torch.cuda.device(group.device), _notice(group, "its last puts"):
+            _nvshmem.complete_puts()
 
 
 _heap = Heap()
 
 
-class NvshmemBackend(kernels.KernelBackend):
-    """See the module; the methods are those of ``Backend``.
+class Memory:
+    """The runtime of a Buffer and its part of NVSHMEM's heap.
+
+    Args:
+        shape: sizes.
+        group: ranks; collective between them.
+        config: says how NVSHMEM is started.
+        settings: what the runtime is told.
 
     Raises:
         ValueError: the Config gives a kernel fewer SMs than ``LEAST_SMS``.
@@ -203,72 +177,61 @@ class NvshmemBackend(kernels.KernelBackend):
 
     name = "nvshmem"
 
-    def __init__(self, buffer: Buffer) -> None:
-        self._remember(buffer)
-        self._buffer = weakref.proxy(buffer)  # which owns the backend
-        self._topology = buffer.topology
-        _refuse_too_few_sms(buffer.config)
-        num_sms = min(buffer.gather(kernels.num_sms(buffer.device)))
-        sizes = runtime_config(buffer, num_sms)
-        _heap.start(buffer, sizes.symmetric_bytes)
-        failure = None
-        try:
-            self._runtime = _nvshmem.Runtime(sizes)
-            self._ends_with(self._runtime.destroy)
-        except (RuntimeError, ValueError) as error:  # too large for it
-            failure = str(error)
-        self._raise_together(buffer.gather(failure))
-        number, address = _heap.take(buffer, self._runtime.symmetric_bytes)
-        self._end.detach()
-        self._ends_with(functools.partial(_give_back, self._runtime, number, address))
-        try:
-            self._runtime.attach(self._map_node(address))
-        except RuntimeError as error:
-            failure = str(error)
-        self._raise_together(buffer.gather(failure))
-        self.layout_size = self._runtime.handle_words
+    def __init__(
+        self, shape: Shape, group: Group, config: Config, settings: dict[str, Any]
+    ) -> None:
+        _refuse_too_few_sms(config)
+        self._group = group
+        sizes = runtime_config(settings)
+        _heap.start(shape, group, config, sizes.symmetric_bytes)
+        with contextlib.ExitStack() as in_vain:
+            with group.alike((RuntimeError, ValueError)):  # it may be too large for it
+                self.runtime = _nvshmem.Runtime(sizes)
+                in_vain.callback(self.runtime.destroy)
+            self._number, self._address = _heap.take(group, self.runtime.symmetric_bytes)
+            in_vain.pop_all()
+            in_vain.callback(self.give_back)
+            with group.alike():
+                self.runtime.attach(self._map_node(shape))
+            in_vain.pop_all()
 
-    def _map_node(self, mine: int) -> list[int]:
+    def _map_node(self, shape: Shape) -> list[int]:
         """Addresses of the parts of my node's ranks."""
-        first = self._topology.node * self._topology.ranks_per_node
+        first = self._group.rank // shape.ranks_per_node * shape.ranks_per_node
         peers = []
-        for rank in range(first, first + self._topology.ranks_per_node):
-            address = _nvshmem.mapped(mine, rank)
+        for rank in range(first, first + shape.ranks_per_node):
+            address = _nvshmem.mapped(self._address, rank)
             if address == 0:
                 raise RuntimeError(
                     f"the memory of rank {rank} cannot be mapped, so it is of another node: "
-                    f"ranks_per_node={self._topology.ranks_per_node} is too large"
+                    f"ranks_per_node={shape.ranks_per_node} is too large"
                 )
             peers.append(address)
         return peers
 
     def describe(self) -> str:
-        megabytes = self._runtime.symmetric_bytes / 1e6
-        return (
-            f"nvshmem: CUDA kernels, {megabytes:.1f} MB of NVSHMEM's symmetric heap, "
-            f"NVSHMEM {_nvshmem.loaded_version()}"
-        )
+        """What the memory is."""
+        return f"NVSHMEM's symmetric heap, NVSHMEM {_nvshmem.loaded_version()}"
+
+    def give_back(self) -> None:
+        """Not needed any more, here; after a fault, puts for it may still be under way."""
+        faulted = self.runtime.fault() is not None
+        self.runtime.destroy()
+        if not faulted:
+            _heap.give_back(self._number, self._address)
 
     def reclaim(self) -> None:
-        _heap.trim(self._buffer)
+        """Free what no rank needs any more, once all ranks have given theirs back."""
+        _heap.trim(self._group)
 
 
-def _give_back(runtime: Any, number: int, address: int) -> None:
-    """Once for each part of the heap; after a fault, puts for it may still be under way."""
-    faulted = runtime.fault() is not None
-    runtime.destroy()
-    if not faulted:
-        _heap.give_back(number, address)
-
-
-def runtime_config(buffer: Buffer, num_sms: int) -> Any:
-    """The sizes of the buffer's memory and kernels, as the extension takes them."""
-    settings = kernels.runtime_settings(buffer, num_sms)
+def runtime_config(settings: dict[str, Any]) -> Any:
+    """The sizes of a Buffer's memory and kernels, as the extension takes them."""
     return _nvshmem.RuntimeConfig(**settings, uses_mapped=USES_MAPPED)
 
 
 @contextlib.contextmanager
-def _notice(topology: Topology, what: str) -> Iterator[None]:
+def _notice(group: Group, what: str) -> Iterator[None]:
     """Log a warning if a collective call of NVSHMEM, which has no deadline, takes long."""
     warning = threading.Timer(
         NOTICE_S,
@@ -276,8 +239,8 @@ def _notice(topology: Topology, what: str) -> Iterator[None]:
         (
             "rank %d of %d has waited %g s for %s, which takes all ranks; NVSHMEM_DEBUG=INFO shows "
             "what NVSHMEM does",
-            topology.rank,
-            topology.num_ranks,
+            group.rank,
+            group.num_ranks,
             NOTICE_S,
             what,
         ),
@@ -300,14 +263,14 @@ def _refuse_too_few_sms(config: Config) -> None:
             )
 
 
-def _refuse_uneven_sharing(buffer: Buffer) -> None:
+def _refuse_uneven_sharing(group: Group) -> None:
     """NVSHMEM never ends its start where some ranks share a GPU and others do not.
 
     Raises:
         RuntimeError: the GPUs in use have different numbers of ranks, one of them more than one; on
             all ranks.
     """
-    gpus = buffer.gather((gpu_uuid(buffer.device), socket.gethostname()))
+    gpus = group.gather((gpu_uuid(group.device), socket.gethostname()))
     ranks_of: dict[str, list[int]] = {}
     for rank, (uuid, _) in enumerate(gpus):
         ranks_of.setdefault(uuid, []).append(rank)
@@ -324,21 +287,20 @@ def _refuse_uneven_sharing(buffer: Buffer) -> None:
     )
 
 
-def _world_ranks(buffer: Buffer) -> list[int]:
-    if buffer.topology.num_ranks == 1:
+def _world_ranks(group: Group) -> list[int]:
+    if group.num_ranks == 1:
         return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
-    return dist.get_process_group_ranks(buffer.group)
+    return dist.get_process_group_ranks(group.process_group)
 
 
-def _set_environment(buffer: Buffer, heap_bytes: int) -> None:
+def _set_environment(shape: Shape, config: Config, heap_bytes: int) -> None:
     """Tell NVSHMEM what the user has not told it, before it starts."""
     if os.environ.get(MULTI_PORT, "0") not in ("", "0"):
         raise RuntimeError(
             f"{MULTI_PORT} must be 0 or unset, got {os.environ[MULTI_PORT]!r}: signals add "
             "to flags, and atomic operations of several ports do not see each other"
         )
-    config = buffer.config
-    window = network_window(config, num_nodes=buffer.topology.num_nodes)
+    window = network_window(config, num_nodes=shape.num_nodes)
     given = {**nccl_files(os.environ), **os.environ}
     os.environ.update(
         network_environment(

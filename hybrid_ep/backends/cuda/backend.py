@@ -1,0 +1,349 @@
+"""The verbs over CUDA kernels, whatever memory is under them: ``nvlink`` or ``nvshmem``.
+
+Python checks and owns the tensors; a runtime of ``csrc/`` gets their addresses (``arguments``) and
+launches the kernels on the current stream. The host waits only for M, only without ``max_rows``,
+and while its tokens are being published; with ``max_rows`` route and dispatch are one call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, float32, int32
+
+from hybrid_ep.backends import Route, endings
+from hybrid_ep.backends.cuda import settings
+from hybrid_ep.backends.cuda.arguments import (
+    DENSE,
+    NO_ROWS,
+    SUM_TYPES,
+    Fields,
+    Sent,
+    address_of,
+    aligned,
+    choices_of,
+)
+from hybrid_ep.backends.cuda.trace import Event
+from hybrid_ep.backends.empty import empty_on, part
+from hybrid_ep.backends.streams import StreamOrder
+from hybrid_ep.backends.turns import Turn
+from hybrid_ep.config import Config
+from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, give_up_reason
+from hybrid_ep.group import Group
+from hybrid_ep.shape import Shape
+
+_PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
+# FaultKind in csrc/layout/runtime_state.h
+_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN = 2, 3, 4, 5
+_MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
+_ROUTES = (1 << 22) - 1  # the bits of a route's number in an announcement
+_REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
+
+
+class CudaBackend:
+    """See the module; the methods are those of ``Backend``.
+
+    Args:
+        make_memory: makes the runtime and the symmetric memory that its kernels know, on all ranks
+            or on none: ``nvlink.Memory`` or ``nvshmem.Memory``.
+        shape: sizes.
+        group: ranks; collective between them.
+        config: settings.
+        number: of the Buffer, equal on all ranks.
+        last_call: routes of the Buffer that another backend made.
+
+    Raises:
+        RuntimeError: the memory of a rank could not be made; on all ranks.
+    """
+
+    _alive: ClassVar[weakref.WeakSet[CudaBackend]] = weakref.WeakSet()  # of this process
+    _broken: str | None = None  # why no call can be made any more, if it is this rank's doing
+
+    def __init__(
+        self,
+        make_memory: Callable[..., Any],
+        shape: Shape,
+        group: Group,
+        config: Config,
+        *,
+        number: int,
+        last_call: int = 0,
+    ) -> None:
+        endings.finish_kept()
+        most_sms = min(group.gather(settings.num_sms(group.device)))
+        numbers = {"number": number, "last_call": last_call, "most_sms": most_sms}
+        told = settings.runtime_settings(shape, group, config, **numbers)
+        self._memory = make_memory(shape, group, config, told)
+        self.name = self._memory.name
+        self._runtime = self._memory.runtime
+        self.layout_size = self._runtime.handle_words
+        # done once, when the backend is destroyed or dropped; not at the program's end
+        self._end = weakref.finalize(self, endings.finish, self._memory.give_back)
+        self._end.atexit = False
+        self._alive.add(self)
+        self._shape, self._rank, self._timeout_s = shape, group.rank, config.timeout_s
+        self._num_local_experts, self._topk = shape.num_local_experts, shape.topk
+        self._layout_base = settings.layout_base(number)
+        self._allocator = empty_on(group.device)
+        self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
+        self._last_ticket = 0
+        self._streams = StreamOrder(group.device)
+        self._turn = Turn()
+
+    def describe(self) -> str:
+        megabytes = self._runtime.symmetric_bytes / 1e6
+        return f"{self.name}: CUDA kernels, {megabytes:.1f} MB of {self._memory.describe()}"
+
+    def destroy(self) -> None:
+        self._end()
+
+    def reclaim(self) -> None:
+        self._memory.reclaim()
+
+    @property
+    def last_call(self) -> int:
+        return self._runtime.num_routes()
+
+    def check(self) -> None:
+        if self._broken is not None:
+            raise RuntimeError(self._broken)
+        fault = self._runtime.fault()
+        if fault is None:
+            return
+        if fault.kind == _BAD_EXPERT:
+            value = fault.seen - (1 << 64) if fault.seen >> 63 else fault.seen
+            raise ValueError(
+                f"topk_idx must lie in [-1, num_experts={self._shape.num_experts}), got {value} at "
+                f"token {fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
+            )
+        if fault.kind == _OTHER_CALL:
+            reason = _difference(fault.seen, fault.mine, self._layout_base)
+        elif fault.kind == _PEER_GAVE_UP:
+            reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
+        elif fault.kind == _IN_VAIN:
+            reason = "no signal: another rank has given up waiting for it"
+        else:
+            last = fault.seen >> 16
+            reason = f"no signal within {self._timeout_s:g} s, its last was in call {last}"
+            if self._shape.num_nodes > 1 and len(self._alive) > 1:
+                reason += (
+                    "; across nodes, calls of several Buffers at once must have the same order on "
+                    "all ranks"
+                )
+        raise PeerError(
+            rank=self._rank,
+            peer=fault.peer,
+            phase=_PHASES[fault.phase],
+            call=fault.epoch,
+            channel=fault.channel,
+            reason=reason,
+        )
+
+    def take_trace(self) -> list[Event]:
+        """What the kernels noted since the last time; waits for the GPU."""
+        return [Event(*event) for event in self._runtime.take_trace()]
+
+    # ---- the verbs
+
+    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+        with self._turn:
+            stream = self._begin()
+            topk_idx, choices = choices_of(topk_idx, max_rows, align)
+            experts = self._num_local_experts
+            empty = self._allocator()
+            made = Route(
+                empty((self.layout_size,), DENSE, int32),
+                empty((experts,), DENSE, int32),
+                empty((experts + 1,), DENSE, int32),
+                empty((), (), int32),
+            )
+            new_layout = tuple(map(Tensor.data_ptr, made))
+            wants_mail = max_rows is None
+            ticket = self._launch(self._runtime.route, choices, new_layout, wants_mail, stream)
+            if wants_mail:
+                self._tickets[made.layout.data_ptr()] = self._last_ticket = ticket
+            return made
+
+    def dispatch(
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        *,
+        num_rows: int | None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        with self._turn:
+            stream = self._begin(layout)
+            sent = Sent(x, weights, scales, layout)
+            if num_rows is None:
+                return self._move_exactly(sent, layout, stream)
+            moved, received = sent.make_rows(self._allocator(), num_rows)
+            self._launch(self._runtime.dispatch, sent.fields, received, stream)
+            return moved
+
+    def dispatch_fresh(
+        self,
+        topk_idx: Tensor,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        *,
+        max_rows: int | None,
+        align: int,
+    ) -> tuple[Tensor | None, ...]:
+        with self._turn:
+            stream = self._begin()
+            topk_idx, choices = choices_of(topk_idx, max_rows, align)
+            experts = self._num_local_experts
+            empty = self._allocator()
+            layout = empty((self.layout_size,), DENSE, int32)
+            sizes = empty((2 * experts + 2,), DENSE, int32)
+            at = sizes.data_ptr()
+            new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
+            sent = Sent(x, weights, scales, layout)
+            if max_rows is None:
+                moved = self._move_exactly(sent, layout, stream, (choices, new_layout))
+            else:
+                moved, received = sent.make_rows(empty, max_rows)
+                verb = self._runtime.dispatch_fresh
+                self._launch(verb, choices, new_layout, sent.fields, received, stream)
+            counts = part(sizes, (experts,), DENSE, 0)
+            offsets = part(sizes, (experts + 1,), DENSE, experts)
+            return layout, counts, offsets, sizes, *moved
+
+    def _move_exactly(
+        self,
+        sent: Sent,
+        layout: Tensor,
+        stream: int,
+        routing: tuple[Fields, Fields] | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """A dispatch in two launches, with the host's wait for the number of rows between them.
+
+        With ``routing`` the layout is made first, in the same call. If the rank gets no memory for
+        the rows, or is interrupted, it ends the call without rows: the peers need not know.
+        """
+        try:
+            if routing is None:
+                self._launch(self._runtime.publish, sent.fields, stream)
+                num_rows = self._required_rows(layout, stream)
+            else:
+                verb = self._runtime.publish_fresh
+                self._last_ticket = self._launch(verb, *routing, sent.fields, stream)
+                num_rows = self._await_mail(self._last_ticket, stream)
+            moved, received = sent.make_rows(self._allocator(), num_rows)
+            self._launch(self._runtime.pull, received, stream)
+        except BaseException:  # an interrupt may come anywhere, so the runtime is asked
+            if self._broken is None and self._runtime.is_half_made:
+                self._launch(self._runtime.pull, NO_ROWS, stream)
+            raise
+        return moved
+
+    def combine(
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Tensor,
+        *,
+        num_tokens: int,
+    ) -> tuple[Tensor, Tensor | None]:
+        with self._turn:
+            stream = self._begin(layout)
+            rows, address, row_bytes = aligned(rows.contiguous())
+            weights = None if weights is None else weights.contiguous()
+            values = None if values is None else values.contiguous()
+            empty, hidden = self._allocator(), rows.shape[1]
+            y = empty((num_tokens, hidden), (hidden, 1), rows.dtype)
+            home_values = None
+            if values is not None:
+                home_values = empty((num_tokens, self._topk), (self._topk, 1), float32)
+            summed = (
+                address,
+                rows.shape[0],
+                SUM_TYPES[rows.dtype],
+                row_bytes,
+                address_of(weights),
+                address_of(values),
+                y.data_ptr(),
+                address_of(home_values),
+                num_tokens,
+                layout.data_ptr(),
+            )
+            self._launch(self._runtime.combine, summed, stream)
+            return y, home_values
+
+    # ---- shared by the verbs
+
+    def _begin(self, layout: Tensor | None = None) -> int:
+        """Raise what an earlier call left; order this call behind the last, whatever its stream."""
+        if self._broken is None and self._runtime.is_half_made:  # and nothing could end it
+            self._give_up(RuntimeError("an interrupt between the parts of an exact dispatch"))
+        self.check()
+        endings.finish_kept()
+        stream = self._streams.current()
+        if layout is not None and self._streams.are_several:
+            # made on another stream, perhaps, whose work may get its memory when it is dropped
+            layout.record_stream(self._streams.last)
+        return stream
+
+    def _launch(self, verb: Callable[..., Any], *arguments: Any) -> Any:
+        """Call the runtime. If it fails half way, no other call may follow, and peers are told.
+
+        Raises:
+            ValueError: it refused the arguments; nothing was sent.
+            RuntimeError: what CUDA says.
+        """
+        try:
+            return verb(*arguments)
+        except ValueError:
+            raise
+        except Exception as error:
+            self._give_up(error)
+            raise
+
+    def _give_up(self, error: Exception) -> None:
+        with contextlib.suppress(RuntimeError):  # CUDA answers nothing any more
+            if torch.cuda.is_current_stream_capturing():
+                return  # nothing has run
+        self._broken = (
+            f"an earlier call failed half way ({type(error).__name__}: {error}), so this Buffer "
+            "cannot be used any more; destroy() it on every rank"
+        )
+        with contextlib.suppress(RuntimeError):
+            self._runtime.give_up(give_up_reason(error))
+
+    def _required_rows(self, layout: Tensor, stream: int) -> int:
+        ticket = self._tickets.pop(layout.data_ptr(), None)
+        # a replayed layout has no mail, and one that was routed long ago has lost its own
+        if ticket is None or self._last_ticket - ticket >= _MAIL_LIFETIME:
+            return int(layout[_REQUIRED_ROWS])
+        return self._await_mail(ticket, stream)
+
+    def _await_mail(self, ticket: int, stream: int) -> int:
+        num_rows = self._runtime.required_rows(ticket, stream)
+        if num_rows is None:
+            self.check()
+            raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
+        return num_rows
+
+
+def _difference(theirs: int, mine: int, base: int) -> str:
+    """In words, what two announcements of one verb say (csrc/layout/announcement.h)."""
+    if mine == 0:  # a flag tells less
+        return "the peer makes this call with other sizes or dtypes"
+    phases = [_PHASES[word >> 16 & 3] for word in (theirs, mine)]
+    routes = [(word >> 18) - base & _ROUTES for word in (theirs, mine)]
+    if phases[0] != phases[1]:
+        return f"the peer makes another call: {phases[0]}, and here it is {phases[1]}"
+    if routes[0] != routes[1]:
+        return (
+            f"the peer makes this call with another layout: that of route {routes[0]}, and here "
+            f"it is that of route {routes[1]}"
+        )
+    return "the peer makes this call with other sizes or dtypes"

@@ -1,0 +1,174 @@
+"""How the ranks agree on a call of the torch backend: by tables of one row per peer.
+
+A row has these words:
+
+    call     which call this is: equal on all ranks, or their calls do not belong together
+    next     the sizes of a dispatch that the rank makes next, in the same call of the user
+    counts   another for each peer: ``layout.count_for_peers``
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hybrid_ep.backends.torch.layout import Layout
+from hybrid_ep.backends.torch.messages import Exchange, Told
+from hybrid_ep.shape import Shape
+
+_PHASES = ("route", "dispatch", "combine")
+_SIZES = {  # of a phase, in the order in which ranks tell them to each other
+    "route": ("topk",),
+    "dispatch": (
+        "bytes of x per token",
+        "bytes of scales per token",
+        "bytes of weights per token",
+        "the dtype of x",
+        "the dtype of scales",
+    ),
+    "combine": ("bytes per row", "the dtype of rows", "values beside the rows"),
+}
+_COMMON = 5  # words before the sizes: phase, Buffer, call, and who made the layout
+_MOST_SIZES = max(map(len, _SIZES.values()))
+_CALL = slice(0, _COMMON + _MOST_SIZES)
+_NEXT = slice(_CALL.stop, _CALL.stop + len(_SIZES["dispatch"]))
+_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+
+_WORD = 1 << 31  # numbers wrap, to fit into a word of a layout
+
+NUM_WORDS = _NEXT.stop
+"""Of a row, without the counts: the same in all phases, as no rank knows what the others call."""
+
+
+class Calls:
+    """The calls of a Buffer, the same on all ranks.
+
+    Args:
+        exchange: between the ranks.
+        shape: says how many counts each rank tells each.
+        number: of the Buffer, equal on all ranks and its own among the Buffers of the group.
+        last: number of the last call of the Buffer, where a backend served it before.
+    """
+
+    def __init__(self, exchange: Exchange, shape: Shape, number: int, last: int) -> None:
+        self.exchange, self.number, self.last = exchange, number % _WORD, last
+        self._num_counts = 1 + shape.topk + shape.num_local_experts
+
+    @property
+    def made_by(self) -> tuple[int, int]:
+        """Of a layout that this call makes."""
+        return self.number, self.last % _WORD
+
+    def describe(
+        self,
+        phase: str,
+        sizes: tuple[int, ...],
+        layout: Layout | None = None,
+        next_sizes: tuple[int, ...] = (),
+    ) -> list[int]:
+        """The row of the next call, without counts.
+
+        Args:
+            phase: of ``Backend``'s verbs.
+            sizes: of this call: ``dispatch_sizes``, ``combine_sizes`` or topk.
+            layout: that is in use.
+            next_sizes: of the dispatch that follows; none where no other does, or not at once.
+        """
+        made_by = (0, 0) if layout is None else layout.made_by
+        words = [_PHASES.index(phase), self.number, self.last + 1, *made_by, *sizes]
+        words += [0] * (_CALL.stop - len(words)) + [*next_sizes]
+        return words + [0] * (NUM_WORDS - len(words))
+
+    def tell(self, phase: str, words: list[int], counts: Tensor | None = None) -> Any:
+        """Start a call: tell all ranks which, and each rank its counts."""
+        call = self.last + 1
+        return self.exchange.tell(words, counts, self._num_counts, phase=phase, call=call)
+
+    def hear(self, told: Any) -> Told:
+        """All ranks make the same call, so it counts; what I told each of them, and it me."""
+        tables = self.compare(told)
+        self.last += 1
+        return tables
+
+    def compare(self, told: Any) -> Told:
+        """What I told each rank, and it me.
+
+        Raises:
+            PeerError: a peer makes another call.
+        """
+        tables = self.exchange.hear(told)
+        for peer, rows in enumerate(zip(*tables, strict=True)):
+            if text := difference(*rows):
+                raise self.exchange.lacks(peer, text)
+        return tables
+
+    def agree_on_next(self, tables: Told) -> bool:
+        """Whether all ranks make a dispatch next; then they need not tell each other again.
+
+        Raises:
+            PeerError: all do, and a peer's has other sizes.
+        """
+        if not all(any(row[_NEXT]) for row in tables.theirs):  # on all ranks alike
+            return False
+        for peer, (mine, theirs) in enumerate(zip(*tables, strict=True)):
+            if text := _differing("dispatch", mine[_NEXT], theirs[_NEXT]):
+                self.exchange.open("dispatch", self.last + 1)
+                raise self.exchange.lacks(peer, text)
+        return True
+
+    def send(self, picked: Any, counts: list[int], back: list[int], phase: str) -> Any:
+        """Start to send what was picked, in the call that was agreed on last."""
+        return self.exchange.send(picked, counts, back, phase=phase, call=self.last)
+
+
+def dispatch_sizes(x: Tensor, scales: Tensor | None, weights: Tensor | None) -> tuple[int, ...]:
+    """Bytes per token of each, 0 for None; and the dtypes that are free."""
+    widths = (0 if t is None else t.shape[1] * t.element_size() for t in (x, scales, weights))
+    return *widths, _number_of(x.dtype), 0 if scales is None else _number_of(scales.dtype)
+
+
+def combine_sizes(rows: Tensor, values: Tensor | None) -> tuple[int, ...]:
+    """Bytes per row, the dtype, and whether values go along."""
+    row_bytes = rows.shape[1] * rows.element_size()
+    return row_bytes, _number_of(rows.dtype), int(values is not None)
+
+
+def _number_of(dtype: torch.dtype) -> int:
+    """The same on all ranks, as they run the same torch; never 0, which stands for no tensor."""
+    return 1 + _DTYPES.index(dtype)
+
+
+def difference(mine: list[int], theirs: list[int]) -> str | None:
+    """In words, how the calls of two rows differ; None where they belong together."""
+    if mine[_CALL] == theirs[_CALL]:
+        return None
+    phase = _PHASES[mine[0]]
+    if theirs[0] != mine[0]:
+        return f"the peer made another call: {phase} here, {_PHASES[theirs[0]]} there"
+    if theirs[1] != mine[1]:
+        return f"the peer made a call of another Buffer: {mine[1]} here, {theirs[1]} there"
+    if theirs[2] != mine[2]:
+        return f"the peer made another call: its number is {mine[2]} here, {theirs[2]} there"
+    if text := _differing(phase, mine[_COMMON:], theirs[_COMMON:]):
+        return text
+    here, there = (f"call {row[4]} of Buffer {row[3]}" for row in (mine, theirs))
+    return (
+        f"the peer replays the layout of another route: that of {here} here, that of {there} there"
+    )
+
+
+def _differing(phase: str, mine: list[int], theirs: list[int]) -> str | None:
+    differing = [
+        f"{name} is {_told(name, here)} here, {_told(name, there)} there"
+        for name, here, there in zip(_SIZES[phase], mine, theirs, strict=False)
+        if here != there
+    ]
+    return f"the peer made another call: {'; '.join(differing)}" if differing else None
+
+
+def _told(name: str, value: int) -> str:
+    if "dtype" in name:
+        return str(_DTYPES[value - 1]).removeprefix("torch.") if value else "none"
+    return str(value)

@@ -1,0 +1,159 @@
+"""``dispatch`` and ``combine`` of a Communicator, as ``Buffer.dispatch`` and ``combine`` call them.
+
+    dispatch(x, topk_idx, topk_weights)
+      route     topk_idx -> layout                             small, no payload; saved by SAC
+      dispatch  x, weights, scales, layout -> rows, weights, scales
+    combine(rows, handle, weights)
+      combine   rows, weights, layout -> y
+
+The rules are checked here, before anything is sent. Then one of three ways is taken:
+
+    somebody watches ops   an op, ``verbs``; ``registration`` keeps those of a graph in order
+    a gradient is wanted   an autograd Function, ``gradients``
+    neither                the backend, at once
+
+Splitting route off is what makes recomputation exact: a checkpoint that saves the outputs of
+``route`` (``SAC_SAVE_OPS``) replays the forward's layout, whatever the router says then.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from hybrid_ep.communicator import Communicator
+from hybrid_ep.handle import Dispatched, Handle
+from hybrid_ep.ops import gradients, rules, verbs
+from hybrid_ep.ops.registration import forward_order
+
+
+def dispatch(
+    communicator: Communicator,
+    x: Tensor,
+    topk_idx: Tensor | None,
+    topk_weights: Tensor | None,
+    scales: Tensor | None,
+    handle: Handle | None,
+    max_rows: int | None,
+    align: int,
+) -> Dispatched:
+    """See ``Buffer.dispatch``."""
+    if (handle is None) == (topk_idx is None):
+        raise ValueError(
+            "dispatch takes either topk_idx or a handle to replay, got "
+            + ("neither" if handle is None else "both")
+        )
+    if handle is None:
+        max_rows, align = rules.check_route(communicator, topk_idx, max_rows, align)
+        num_tokens = topk_idx.shape[0]
+        rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
+        layout, counts, offsets, required, rows, weights, row_scales = _route_and_dispatch(
+            communicator, topk_idx, x, topk_weights, _constant(scales), max_rows, align
+        )
+        num_rows = rows.shape[0]
+        handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
+        handle = _for_autograd(handle)
+    else:
+        if max_rows is not None or align != 1:
+            raise ValueError("a replayed layout has its max_rows and align, pass neither")
+        rules.check_handle(communicator, handle)
+        handle = _for_autograd(handle)
+        num_tokens = handle.num_tokens
+        rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
+        inputs = x, topk_weights, _constant(scales), handle.layout, num_tokens, handle.num_rows
+        rows, weights, row_scales = _dispatch(communicator, *inputs)
+    return Dispatched(
+        rows,
+        None if topk_weights is None else weights,
+        None if scales is None else row_scales,
+        handle.counts,
+        handle.offsets,
+        handle,
+    )
+
+
+def combine(
+    communicator: Communicator, rows: Tensor, handle: Handle, weights: Tensor | None
+) -> Tensor:
+    """See ``Buffer.combine``."""
+    rules.check_handle(communicator, handle)
+    rules.check_combine(communicator, rows, weights)
+    if rows.shape[0] != handle.num_rows:
+        raise ValueError(
+            f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
+        )
+    handle = _for_autograd(handle)
+    num_tokens, topk = handle.num_tokens, communicator.shape.topk
+    inputs = rows, weights, None, handle.layout, num_tokens, topk, communicator.id
+    if verbs.watched(rows, weights, handle.layout):
+        return verbs.combine_op(*inputs, forward_order(communicator.device))[0]
+    wanted = gradients.needs_grad(rows, weights)
+    way = gradients.apply_combine if wanted else verbs.combine_now
+    return way(*inputs)[0]
+
+
+def _route_and_dispatch(
+    communicator: Communicator,
+    topk_idx: Tensor,
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    max_rows: int | None,
+    align: int,
+) -> tuple[Tensor | None, ...]:
+    """The fields of ``backends.Route``, and then what dispatch gives.
+
+    One call of the backend where that can be.
+    """
+    if verbs.watched(topk_idx, x, weights, scales):
+        order = forward_order(communicator.device)
+        sizes = communicator.shape.num_local_experts, communicator.layout_size
+        made = verbs.route_op(topk_idx, max_rows, align, *sizes, communicator.id, order)
+        num_rows = max_rows
+        if max_rows is None and order is not None:
+            num_rows = verbs.rows_op(made[3], communicator.id).shape[0]
+        num_tokens = topk_idx.shape[0]
+        return *made, *_dispatch(communicator, x, weights, scales, made[0], num_tokens, num_rows)
+    rules.check_experts(communicator, topk_idx)
+    if gradients.needs_grad(x, weights):
+        made = []
+        inputs = x, weights, scales, topk_idx, max_rows, align, communicator, made
+        moved = gradients.apply_dispatch_fresh(*inputs)
+        return *made, *moved
+    return communicator.verbs.dispatch_fresh(
+        topk_idx, x, weights, scales, max_rows=max_rows, align=align
+    )
+
+
+def _dispatch(
+    communicator: Communicator,
+    x: Tensor,
+    weights: Tensor | None,
+    scales: Tensor | None,
+    layout: Tensor,
+    num_tokens: int,
+    num_rows: int | None,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Rows, and their weights and scales, by a layout."""
+    inputs = x, weights, scales, layout, num_tokens, num_rows, communicator.id
+    if verbs.watched(x, weights, scales, layout):
+        return verbs.dispatch_op(*inputs, forward_order(communicator.device))
+    wanted = gradients.needs_grad(x, weights)
+    way = gradients.apply_dispatch if wanted else verbs.dispatch_now
+    return way(*inputs)
+
+
+def _constant(scales: Tensor | None) -> Tensor | None:
+    """Scales have no gradient, also where they require one."""
+    return scales.detach() if scales is not None and scales.requires_grad else scales
+
+
+def _for_autograd(handle: Handle) -> Handle:
+    """The handle, with tensors that autograd may save: those of inference mode it may not.
+
+    A graph compiled under inference mode hands out such tensors, and Dynamo traces no question
+    about them, so a handle is looked at where it is made and where it is used.
+    """
+    if is_compiling() or not handle.layout.is_inference():
+        return handle
+    return handle.outside_inference_mode()

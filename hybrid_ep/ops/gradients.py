@@ -1,0 +1,217 @@
+"""Gradients of dispatch and combine: each is the other's transpose, with the same layout.
+
+What a verb saves and its backward are written once, for an op and for an autograd Function, which
+costs the host several microseconds less and is taken where nobody watches ops.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from hybrid_ep.communicator import Communicator, find
+from hybrid_ep.ops import registration, rules, verbs
+from hybrid_ep.ops.registration import backward_order
+
+_PART = 1 << 25  # elements of a product in float32 that is alive at once: 128 MB
+
+
+def needs_grad(*tensors: Tensor | None) -> bool:
+    """Whether a gradient of any of them is wanted."""
+    if is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
+
+
+def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
+    ctx.save_for_backward(layout)
+    ctx.with_weights = weights is not None
+    if output[2] is not None:  # whatever the dtype of scales
+        ctx.mark_non_differentiable(output[2])
+
+
+def _dispatch_backward(
+    ctx: Any, grad_rows: Tensor, grad_weights: Tensor | None, grad_scales: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    (layout,) = ctx.saved_tensors
+    values = grad_weights.contiguous() if ctx.with_weights else None
+    if not ctx.needs_input_grad[0]:  # only the weights' gradient is wanted, whatever x is
+        dtype = rules.summable_dtype(grad_rows)
+        if dtype != grad_rows.dtype:
+            grad_rows = grad_rows.new_zeros(grad_rows.shape, dtype=dtype)
+    grad_x, grad_topk = _bring_back(ctx, grad_rows.contiguous(), values, layout)
+    return (
+        grad_x if ctx.needs_input_grad[0] else None,
+        grad_topk if ctx.with_weights else None,
+        *(None,) * 5,
+    )
+
+
+def _bring_back(
+    ctx: Any, rows: Tensor, values: Tensor | None, layout: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A combine of gradients, for the inputs of a dispatch."""
+    num_tokens, buffer_id = ctx.num_tokens, ctx.buffer_id
+    if verbs.watched(rows, values, layout):
+        topk = 0 if values is None else _topk(ctx)
+        order = backward_order(ctx, rows)
+        return verbs.combine_op(rows, None, values, layout, num_tokens, topk, buffer_id, order)
+    communicator = find(buffer_id)
+    if rows.dtype not in communicator.two_way_dtypes:
+        rules.check_inbox(communicator, rows)
+    if not needs_grad(rows, values):
+        return communicator.verbs.combine(rows, None, values, layout, num_tokens=num_tokens)
+    rules.check_combine_gradient(communicator, rows, values)
+    return apply_combine(rows, None, values, layout, num_tokens, communicator.shape.topk, buffer_id)
+
+
+def _topk(ctx: Any) -> int:
+    """K: an op saved it, as its graph may be traced for another Buffer than that of this id."""
+    return ctx.topk if hasattr(ctx, "topk") else find(ctx.buffer_id).shape.topk
+
+
+def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    rows, weights, values, layout, _, _, ctx.buffer_id = inputs
+    ctx.with_values = values is not None
+    ctx.num_rows = rows.shape[0]
+    # without weights the rows are not needed again and may be freed by the caller
+    ctx.save_for_backward(layout, *(() if weights is None else (rows, weights)))
+
+
+def _combine_backward(
+    ctx: Any, grad_y: Tensor, grad_home: Tensor | None
+) -> tuple[Tensor | None, ...]:
+    layout, *weighted = ctx.saved_tensors
+    grad_home = grad_home.contiguous() if ctx.with_values else None
+    grad_rows, grad_values = _send_back(ctx, grad_y.contiguous(), grad_home, layout)
+    grad_weights = None
+    if weighted:
+        grad_rows, grad_weights = _weighted_backward(*weighted, grad_rows)
+    return grad_rows, grad_weights, grad_values if ctx.with_values else None, *(None,) * 4
+
+
+def _send_back(
+    ctx: Any, grad_y: Tensor, grad_home: Tensor | None, layout: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """A dispatch of gradients, for the inputs of a combine."""
+    inputs = grad_y, grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
+    if verbs.watched(grad_y, grad_home, layout):
+        return verbs.dispatch_op(*inputs, backward_order(ctx, grad_y))[:2]
+    communicator = find(ctx.buffer_id)
+    if grad_y.dtype not in communicator.two_way_dtypes:
+        rules.check_outbox(communicator, grad_y)
+    if not needs_grad(grad_y, grad_home):
+        return verbs.dispatch_now(*inputs)[:2]
+    rules.check_dispatch_gradient(communicator, grad_y, grad_home)
+    return apply_dispatch(*inputs)[:2]
+
+
+def _save_dispatch_op(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
+    _save_dispatch(ctx, inputs, output)
+    ctx.topk = inputs[1].shape[1] if ctx.with_weights else 0
+
+
+def _refuse_dispatch(x: Tensor, weights: Tensor | None, *others: Any) -> None:
+    if type(x) in verbs.PLAIN:  # a FakeTensor may be of a graph for another Buffer of this id
+        rules.check_dispatch_gradient(find(others[-1]), x, weights)
+
+
+def _refuse_combine(
+    rows: Tensor, weights: Tensor | None, values: Tensor | None, *others: Any
+) -> None:
+    if type(rows) in verbs.PLAIN:
+        rules.check_combine_gradient(find(others[-1]), rows, weights, values)
+
+
+registration.register_gradient(
+    "dispatch", save=_save_dispatch_op, backward=_dispatch_backward, refuse=_refuse_dispatch
+)
+registration.register_gradient(
+    "combine", save=_save_combine, backward=_combine_backward, refuse=_refuse_combine
+)
+
+
+class _Dispatch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = verbs.dispatch_now(*inputs)
+        _save_dispatch(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_dispatch_backward)
+
+
+class _DispatchFresh(torch.autograd.Function):
+    """The route is put into a list: each output of a Function costs a gradient, be it of zeros."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        topk_idx: Tensor,
+        max_rows: int | None,
+        align: int,
+        communicator: Communicator,
+        made: list[Tensor],
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        output = communicator.verbs.dispatch_fresh(
+            topk_idx, x, weights, scales, max_rows=max_rows, align=align
+        )
+        made.extend(output[:4])
+        inputs = (x, weights, scales, made[0], x.shape[0], max_rows, communicator.id)
+        _save_dispatch(ctx, inputs, output[4:])
+        return output[4:]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        return *_dispatch_backward(ctx, *grads), None
+
+
+class _Combine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor | None]:
+        output = verbs.combine_now(*inputs)
+        _save_combine(ctx, inputs, output)
+        return output
+
+    backward = staticmethod(_combine_backward)
+
+
+# What Function.apply ends in; before that it looks for functorch, as ``watched`` has done, which
+# costs a sixth of the call.
+apply_dispatch_fresh = super(torch.autograd.Function, _DispatchFresh).apply
+apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
+apply_combine = super(torch.autograd.Function, _Combine).apply
+
+
+def _weighted_backward(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights where ``grads [M, H]`` are those of ``weights * rows``.
+
+    In eager mode part by part and into ``grads``, so that no copy of all rows in float32 is made;
+    a compiler makes none anyhow, and a second derivative needs ``grads`` as they are.
+    """
+    if verbs.watched(rows, weights, grads) or torch.is_grad_enabled():
+        grad_rows = (grads * weights.unsqueeze(1)).to(grads.dtype)
+        return grad_rows, _row_dots(rows, grads, weights.dtype)
+    step = max(1, _PART // max(1, rows.shape[1]))
+    dots = []
+    for row, weight, grad in zip(*(t.split(step) for t in (rows, weights, grads)), strict=True):
+        dots.append(_row_dots(row, grad, weight.dtype))
+        grad.mul_(weight.unsqueeze(1))  # in weight's dtype, rounded once
+    return grads, torch.cat(dots)
+
+
+def _row_dots(rows: Tensor, grads: Tensor, dtype: torch.dtype) -> Tensor:
+    """``[M]``: dot product of each row and its gradient, accumulated in ``dtype``.
+
+    The gradient of padding is zero; what the experts left there, perhaps NaN, does not count.
+    """
+    dots = (grads.to(dtype) * rows).sum(dim=1)
+    return torch.where(grads.any(dim=1), dots, 0.0)
