@@ -6,7 +6,7 @@ command line puts it into the words of its options. Known without a GPU and with
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -71,7 +71,8 @@ class Shape:
     def __post_init__(self) -> None:
         if self.ranks_per_node is None:
             object.__setattr__(self, "ranks_per_node", self.num_ranks)
-        for name, least in _LEAST.items():
+        for name in _SIZES:
+            least = 0 if name == "scale_bytes" else 1
             object.__setattr__(self, name, as_integer(name, getattr(self, name), least))
         if self.num_ranks % self.ranks_per_node:
             raise ValueError(
@@ -174,15 +175,7 @@ class Shape:
         return exceeded
 
 
-_LEAST = {
-    "num_ranks": 1,
-    "ranks_per_node": 1,
-    "hidden": 1,
-    "num_experts": 1,
-    "max_tokens": 1,
-    "topk": 1,
-    "scale_bytes": 0,
-}
+_SIZES = [field.name for field in fields(Shape) if field.name != "dtype"]
 
 
 def unaligned(hidden: int, dtype: torch.dtype) -> str | None:

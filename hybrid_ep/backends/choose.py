@@ -24,14 +24,9 @@ _log = logging.getLogger("hybrid_ep")
 def choose(
     asked: str, shape: Shape, group: Group, config: Config, *, number: int
 ) -> tuple[Backend, str]:
-    """A backend, and why this one: the same on all ranks; collective.
+    """A backend, and why this one: the same on all ranks, which have met; collective.
 
-    Args:
-        asked: of ``BACKENDS``.
-        shape: sizes.
-        group: ranks that have met.
-        config: settings.
-        number: of the Buffer, equal on all ranks.
+    What is ``asked`` for is one of ``BACKENDS``; ``number`` is the Buffer's, equal on all ranks.
 
     Raises:
         RuntimeError: the one asked for cannot run here.
@@ -61,14 +56,8 @@ def build(
 ) -> Backend:
     """The backend of this name, on all ranks or on none; collective.
 
-    Args:
-        name: of ``BACKENDS``, but not ``"auto"``.
-        shape: sizes.
-        group: ranks that have met.
-        config: settings.
-        number: of the Buffer, equal on all ranks.
-        last_call: of the Buffer, where a backend served it before: layouts of its handles have the
-            numbers of calls, and none may come twice.
+    Layouts have the number of the Buffer and of a call, and no two may come twice: ``last_call`` is
+    the Buffer's last one, where a backend served it before.
 
     Raises:
         RuntimeError: it cannot run, on some rank.

@@ -8,13 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import CopyCounts, Inputs
 from hybrid_ep.bench.options import Load, Options
 from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.config import Config
+from hybrid_ep.group import Group
 from hybrid_ep.integers import round_up
 from hybrid_ep.launch import COMMAND_TIMEOUT_S
 
@@ -48,9 +48,8 @@ def library_calls(
     max_rows = None
     if sizing == "max_rows":
         needed = [int(_dispatch(buffer, each, align=align).handle.required_rows) for each in inputs]
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, max(needed))
-        max_rows = round_up(round_up(max(everybody), BOUND_MULTIPLE), align)
+        most = max(Group().gather(max(needed)))
+        max_rows = round_up(round_up(most, BOUND_MULTIPLE), align)
     outs = [_dispatch(buffer, each, max_rows=max_rows, align=align) for each in inputs]
     rows = [out.rows for out in outs]
     weights = [out.weights if options.weighted else None for out in outs]

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep.bench.inputs import NUM_INPUTS
+from hybrid_ep.group import Group
 
 # GPUs are kept busy so long before a call, so that the hosts are ahead of them; about 0.5 ms
 LEAD_CYCLES = 1_000_000
@@ -88,9 +89,9 @@ class Clock:
                 took = self.time(call.begin(i % NUM_INPUTS))
                 if i >= warmup:
                     mine.append(took)
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, times)
-        of_ranks = torch.tensor(everybody, dtype=torch.float64)  # [rank, call, iteration, 2]
+        of_ranks = torch.tensor(
+            Group().gather(times), dtype=torch.float64
+        )  # [rank, call, iteration, 2]
         medians = of_ranks[..., 0].quantile(0.5, dim=2).t().tolist()  # [call][rank]
         slowest, fastest = of_ranks.amax(dim=0), of_ranks.amin(dim=0)
         bare = {call.op: call for call in calls if call.backend == "all_to_all"}
@@ -147,16 +148,13 @@ class Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         mine = [(end - begin) * 1e6 for begin, end in itertools.pairwise(stamps)]
-        everybody: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everybody, mine)
-        return tuple(max(everybody, key=statistics.median))
+        return tuple(max(Group().gather(mine), key=statistics.median))
 
 
 def _nccl_group(device: torch.device) -> Any:
     """An NCCL group where each rank has a GPU of its own, else None; collective."""
     place = (platform.node(), device.index) if device.type == "cuda" else None
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, place)
+    everybody = Group().gather(place)
     if None in everybody or len(set(everybody)) < len(everybody) or not dist.is_nccl_available():
         return None
     return dist.new_group(backend="nccl")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.bench.options import Load
+from hybrid_ep.group import Group
 
 NUM_INPUTS = 3  # sets that the calls rotate through: together more than a GPU's L2 holds
 
@@ -82,14 +82,12 @@ class CopyCounts:
     """
 
     def __init__(self, load: Load, inputs: list[Inputs]) -> None:
-        ranks = dist.get_world_size()
+        group, experts = Group(), load.num_experts
         mine = [
-            [count(each.topk_idx.cpu(), load.num_experts, ranks).tolist() for each in inputs]
+            [count(each.topk_idx.cpu(), experts, group.num_ranks).tolist() for each in inputs]
             for count in (count_copies, count_rows)
         ]
-        everybody: list[object] = [None] * ranks
-        dist.all_gather_object(everybody, mine)
-        self.copies, self.rows = torch.tensor(everybody).permute(1, 2, 0, 3)
+        self.copies, self.rows = torch.tensor(group.gather(mine)).permute(1, 2, 0, 3)
 
     def between_ranks(self, copy_bytes: int) -> int:
         """Bytes of the busiest rank, in one direction, as a copy each; mean over the sets."""

@@ -10,12 +10,11 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from hybrid_ep.backends.cuda.trace import PhaseTimes, phase_times
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS
 from hybrid_ep.buffer import Buffer
+from hybrid_ep.group import Group
 
 TRACED_CALLS = 5
 
@@ -30,9 +29,7 @@ def add_phases(calls: Sequence[Call], buffer: Buffer, traced: Sequence[Call], cl
         clock: starts them.
     """
     mine = [[_trace(buffer, call, i, clock) for i in range(TRACED_CALLS)] for call in traced]
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
-    for call, of_ranks in zip(calls, zip(*everybody, strict=True), strict=True):
+    for call, of_ranks in zip(calls, zip(*Group().gather(mine), strict=True), strict=True):
         slowest = [slowest_of(ranks) for ranks in zip(*of_ranks, strict=True)]
         call.kernels_us, call.phases_us, call.sms_occupied = median_of(slowest)
 

@@ -7,6 +7,8 @@ microseconds more than a call, so ops are for those who look at them: ``watched`
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
@@ -115,21 +117,12 @@ def _fake_rows(required_rows: Tensor, buffer_id: int) -> Tensor:
     return required_rows.new_empty([torch.library.get_ctx().new_dynamic_size(), 0])
 
 
-def _run_dispatch(
-    x: Tensor,
-    weights: Tensor | None,
-    scales: Tensor | None,
-    layout: Tensor,
-    num_tokens: int,
-    num_rows: int | None,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _run_dispatch(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, weights, scales, layout, num_tokens, _, buffer_id = inputs
     communicator = find(buffer_id)
     rules.check_dispatch(communicator, x, weights, scales, num_tokens)
     rules.check_sizes(communicator, layout_size=layout.shape[0])
-    rows, row_weights, row_scales = dispatch_now(
-        x, weights, scales, layout, num_tokens, num_rows, buffer_id
-    )
+    rows, row_weights, row_scales = dispatch_now(*inputs)
     return (
         rows,
         x.new_empty(0, dtype=torch.float32) if row_weights is None else row_weights,
@@ -155,20 +148,13 @@ def _fake_dispatch(
     )
 
 
-def _run_combine(
-    rows: Tensor,
-    weights: Tensor | None,
-    values: Tensor | None,
-    layout: Tensor,
-    num_tokens: int,
-    topk: int,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor]:
+def _run_combine(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, weights, values, layout, _, topk, buffer_id = inputs
     communicator = find(buffer_id)
     rules.check_combine(communicator, rows, weights)
     used_topk = None if values is None else topk
     rules.check_sizes(communicator, topk=used_topk, layout_size=layout.shape[0])
-    y, home_values = combine_now(rows, weights, values, layout, num_tokens, topk, buffer_id)
+    y, home_values = combine_now(*inputs)
     return y, rows.new_empty(0, dtype=torch.float32) if home_values is None else home_values
 
 

@@ -19,7 +19,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,6 +29,7 @@ from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
 from hybrid_ep.bench.options import Load, Options
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import MAX_SLICE_BYTES, Config
+from hybrid_ep.group import Group
 from hybrid_ep.integers import round_up
 
 AIMS = ("fastest", "fewest")
@@ -316,10 +316,10 @@ def tune(
     Raises:
         RuntimeError: the backend cannot run here, on all ranks.
     """
-    clock, began = Clock(device), time.monotonic()
+    clock, began, gather = Clock(device), time.monotonic(), Group().gather
     if device.type == "cuda":
         here = torch.cuda.get_device_properties(device).multi_processor_count
-        goal = replace(goal, max_sms=min(goal.max_sms, *_gather(here)))
+        goal = replace(goal, max_sms=min(goal.max_sms, *gather(here)))
     config = within_budget(Config(), goal.max_sms)
     lines = {
         "dispatch": dispatch_lines(goal.max_sms, load.row_bytes),
@@ -332,7 +332,7 @@ def tune(
         seconds = goal.seconds * (DISPATCH_SHARE if op == "dispatch" else 1.0)
 
         def time_is_up(seconds: float = seconds) -> bool:
-            return max(_gather(time.monotonic() - began)) > seconds
+            return max(gather(time.monotonic() - began)) > seconds
 
         moved = load
         if op == "combine" and load.is_fp8:
@@ -382,9 +382,3 @@ class Meter:
             buffer, self._load, self._inputs, "exact", self._copy_counts, Options(backward=False)
         )
         return buffer, next(each for each in calls if (each.op, each.mode) == (self._op, "fresh"))
-
-
-def _gather(value: Any) -> list[Any]:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, value)
-    return everybody

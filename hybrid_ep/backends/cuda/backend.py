@@ -50,9 +50,6 @@ class CudaBackend:
     Args:
         make_memory: makes the runtime and the symmetric memory that its kernels know, on all ranks
             or on none: ``nvlink.Memory`` or ``nvshmem.Memory``.
-        shape: sizes.
-        group: ranks; collective between them.
-        config: settings.
         number: of the Buffer, equal on all ranks.
         last_call: routes of the Buffer that another backend made.
 

@@ -35,13 +35,7 @@ def load_extension() -> Any:
 
 
 class Memory:
-    """The runtime of a Buffer and its symmetric memory, which CUDA IPC maps.
-
-    Args:
-        shape: sizes.
-        group: ranks; collective between them.
-        config: not looked at.
-        settings: what the runtime is told.
+    """The runtime of a Buffer, made by its ``settings``, and memory that CUDA IPC maps; collective.
 
     Raises:
         SetupError: the memory of a rank could not be allocated or mapped; on all ranks.

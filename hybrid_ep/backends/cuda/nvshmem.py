@@ -161,13 +161,7 @@ _heap = Heap()
 
 
 class Memory:
-    """The runtime of a Buffer and its part of NVSHMEM's heap.
-
-    Args:
-        shape: sizes.
-        group: ranks; collective between them.
-        config: says how NVSHMEM is started.
-        settings: what the runtime is told.
+    """The runtime of a Buffer, made by its ``settings``, and a part of NVSHMEM's heap; collective.
 
     Raises:
         ValueError: the Config gives a kernel fewer SMs than ``LEAST_SMS``.

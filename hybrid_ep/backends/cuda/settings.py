@@ -52,14 +52,9 @@ def runtime_settings(
 ) -> dict[str, Any]:
     """What a runtime is told, by the names of ``csrc/config.h``: the Config and the sizes.
 
-    Args:
-        shape: sizes.
-        group: ranks.
-        config: settings.
-        number: of the Buffer, equal on all ranks.
-        last_call: routes of the Buffer that another runtime made.
-        most_sms: the SMs of the GPU that has the fewest; channels are counted by flags, so all
-            ranks have as many.
+    No kernel gets more than ``most_sms``, the SMs of the GPU that has the fewest: channels are
+    counted by flags, so all ranks have as many. ``last_call`` counts the routes of the Buffer that
+    another runtime made.
     """
     settings = vars(config) | {
         name: min(getattr(config, name), most_sms)

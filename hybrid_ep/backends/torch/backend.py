@@ -61,9 +61,6 @@ class TorchBackend:
     """See the module; the methods are those of ``Backend``.
 
     Args:
-        shape: sizes.
-        group: ranks; collective between them.
-        config: of its settings the deadline counts.
         number: of the Buffer, equal on all ranks and its own among the Buffers of the group.
         last_call: number of the last call of the Buffer, where a backend served it before.
 
