@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybrid_ep import ops, round_trip
+from hybrid_ep import ops
 from hybrid_ep.backends.choose import BACKENDS, build, choose
 from hybrid_ep.backends.cuda.trace import chrome_trace
 from hybrid_ep.backends.endings import refuse_in_capture
@@ -22,6 +22,7 @@ from hybrid_ep.communicator import Communicator
 from hybrid_ep.config import Config
 from hybrid_ep.group import Group, Topology, ranks_of_a_host
 from hybrid_ep.handle import Dispatched, Handle
+from hybrid_ep.ops import round_trip
 from hybrid_ep.shape import Shape
 
 _log = logging.getLogger("hybrid_ep")

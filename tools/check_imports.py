@@ -47,7 +47,7 @@ LAYERS = (
         "what a user holds",
         ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.moe", "hybrid_ep.saving"),
     ),
-    Layer("Buffer", ("hybrid_ep.buffer", "hybrid_ep.round_trip")),
+    Layer("Buffer", ("hybrid_ep.buffer",)),
     Layer("ops", ("hybrid_ep.ops",)),
     Layer("communicator", ("hybrid_ep.communicator",)),
     Layer("backends", ("hybrid_ep.backends",)),

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 
 import hybrid_ep
-from hybrid_ep import group, ops, round_trip
+from hybrid_ep import group, ops
 from hybrid_ep.backends.cuda import nvshmem, settings
+from hybrid_ep.ops import round_trip
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises

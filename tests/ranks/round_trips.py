@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-from hybrid_ep import round_trip
+from hybrid_ep.ops import round_trip
 from tests.launch import Rank
 from tests.ranks.memory import what_it_raises
 

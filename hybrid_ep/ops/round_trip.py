@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybrid_ep import ops
 from hybrid_ep.communicator import Communicator
 from hybrid_ep.errors import SetupError
+from hybrid_ep.ops.calls import combine, dispatch
 from hybrid_ep.shape import SUM_DTYPES
 
 _PATTERNS = 120  # distinct values: exact in a byte and in bf16
@@ -66,8 +66,8 @@ def _exchange(communicator: Communicator, peers: range) -> list[str]:
     topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=device)
     summed = shape.dtype if shape.dtype in SUM_DTYPES else torch.bfloat16
     with torch.no_grad():
-        out = ops.dispatch(communicator, sent, topk_idx, None, None, None, None, 1)
-        home = ops.combine(communicator, out.rows.to(summed), out.handle, None)
+        out = dispatch(communicator, sent, topk_idx, None, None, None, None, 1)
+        home = combine(communicator, out.rows.to(summed), out.handle, None)
     wrong = []
     for source, row in enumerate(out.rows):  # one of each rank, in their order
         if not torch.equal(row, _pattern(communicator, source, me)):
