@@ -45,9 +45,9 @@ class Shape:
     Attributes:
         num_ranks: R, ranks of the group.
         ranks_per_node: ranks that reach each other's memory by load and store; None: all.
-        num_experts: E, over all ranks; rank r owns experts ``[r * E / R, (r + 1) * E / R)``.
         max_tokens: most tokens that a rank dispatches in one call.
         hidden: H, elements of a token.
+        num_experts: E, over all ranks; rank r owns experts ``[r * E / R, (r + 1) * E / R)``.
         topk: K, experts of a token.
         dtype: of the widest payload.
         scale_bytes: bytes of scales per token beside that payload.
@@ -61,9 +61,9 @@ class Shape:
 
     num_ranks: int
     ranks_per_node: int | None = None
-    num_experts: int
     max_tokens: int
     hidden: int
+    num_experts: int
     topk: int
     dtype: torch.dtype = torch.bfloat16
     scale_bytes: int = 0
