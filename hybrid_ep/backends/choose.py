@@ -6,6 +6,8 @@ import logging
 from typing import Any
 
 from hybrid_ep.backends import Backend
+from hybrid_ep.backends.cuda import settings
+from hybrid_ep.backends.cuda.backend import CudaBackend
 from hybrid_ep.backends.torch.backend import TorchBackend
 from hybrid_ep.config import Config
 from hybrid_ep.errors import SetupError
@@ -69,8 +71,6 @@ def build(
             if name == "torch":
                 built = TorchBackend(shape, group, config, **numbers)
             else:
-                from hybrid_ep.backends.cuda.backend import CudaBackend
-
                 built = CudaBackend(_memory_of(name).Memory, shape, group, config, **numbers)
     except BaseException:
         if built is not None:  # a peer failed
@@ -80,6 +80,7 @@ def build(
 
 
 def _memory_of(name: str) -> Any:
+    # here, where a Buffer asks for it, since the import loads an extension
     from hybrid_ep.backends.cuda import nvlink, nvshmem
 
     return nvlink if name == "nvlink" else nvshmem
@@ -87,8 +88,6 @@ def _memory_of(name: str) -> Any:
 
 def _why_not(name: str, shape: Shape, group: Group) -> str | None:
     """The first rank that cannot run the backend and why, on all ranks alike; collective."""
-    from hybrid_ep.backends.cuda import settings
-
     try:
         load = _memory_of(name).load_extension
         reason = settings.what_is_lacking(name, shape, group.device, load)
