@@ -107,6 +107,11 @@ class Shape:
         return self.hidden * self.dtype.itemsize
 
     @property
+    def token_bytes(self) -> int:
+        """Bytes of such a row and its scales."""
+        return self.row_bytes + self.scale_bytes
+
+    @property
     def row_capacity(self) -> int:
         """Bytes that an outbox has for a row and its scales, each padded to 16."""
         return round_up(self.row_bytes, 16) + round_up(self.scale_bytes, 16)

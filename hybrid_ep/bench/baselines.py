@@ -32,10 +32,7 @@ def bare_calls(
 ) -> Iterator[Call]:
     """The all_to_all_single of the same copies, and nothing else."""
     rank, copies = dist.get_rank(), copy_counts.copies
-    for op, copy_bytes in (
-        ("dispatch", (load.row_bytes + load.scale_bytes)),
-        ("combine", load.sum_bytes),
-    ):
+    for op, copy_bytes in (("dispatch", load.token_bytes), ("combine", load.sum_bytes)):
         if op == "combine" and load.is_fp8:
             continue
         sent, received = copies[:, rank], copies[:, :, rank]
@@ -66,7 +63,7 @@ def plain_calls(
     yield call(
         "dispatch",
         begin=lambda i: functools.partial(plain.dispatch, inputs[i]),
-        link_bytes=copy_counts.between_ranks(load.row_bytes + load.scale_bytes),
+        link_bytes=copy_counts.between_ranks(load.token_bytes),
     )
     if load.is_fp8:
         return

@@ -53,7 +53,7 @@ def library_calls(
     outs = [_dispatch(buffer, each, max_rows=max_rows, align=align) for each in inputs]
     rows = [out.rows for out in outs]
     weights = [out.weights if options.weighted else None for out in outs]
-    out_bytes = copy_counts.between_ranks(load.row_bytes + load.scale_bytes)
+    out_bytes = copy_counts.between_ranks(load.token_bytes)
     home_bytes = copy_counts.between_ranks(load.sum_bytes)
     call = functools.partial(Call, buffer.backend, sizing=sizing, max_rows=max_rows)
 

@@ -185,7 +185,7 @@ def make_plan(
         if not 0 < gbs < float("inf"):
             raise ValueError(f"{name} must be positive, got {gbs!r}")
 
-    tokens, row_bytes = shape.max_tokens, shape.row_bytes + shape.scale_bytes
+    tokens, row_bytes = shape.max_tokens, shape.token_bytes
     load = random_load(shape, nodes_allowed=nodes_allowed, align=align)
     rows = load.rows
 

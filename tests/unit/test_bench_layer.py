@@ -160,8 +160,8 @@ def test_a_named_shape_has_the_experts_of_a_rank_of_8(
     ("sizes", "options", "rule"),
     [
         ({"ffn_hidden": 0}, {}, "--ffn must be at least 1, got 0"),
-        ({"topk": 9}, {}, "--topk must be at most --experts 8, got 9"),
-        ({"hidden": 3}, {}, "rows must be a multiple of 16 bytes, got --hidden 3 --dtype fp32"),
+        ({"topk": 9}, {}, "topk must be at most num_experts=8, got 9"),
+        ({"hidden": 3}, {}, "rows must be a multiple of 16 bytes, got 12"),
         ({}, {"weight_at": "router"}, "--weight-at must be one of combine, activation, got"),
         ({}, {"sms": (0,)}, "--sms must be at least 1, got 0"),
         ({}, {"iters": 0}, "--iters must be at least 1, got 0"),

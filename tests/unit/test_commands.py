@@ -51,7 +51,7 @@ def test_check_passes(capfd, num_ranks):
         ("bench --layer --sweep tokens", "--sweep must be left out with --layer"),
         ("bench --layer --align 2", "--align must be left out with --layer, got 2"),
         ("bench --layer --shape mixtral --topk 2", "--topk must be left out with --shape"),
-        ("bench --layer --ranks 3 --experts 4", "--experts must be divisible by the 3 ranks"),
+        ("bench --layer --ranks 3 --experts 4", "by the number of ranks, got --experts 4 with"),
         ("bench --layer --device cpu --dtype fp8", "--dtype must be one of bf16, fp16, fp32, got"),
         ("bench --read no/such/file", "--read must name a file that --json wrote: "),
         ("bench --read /dev/null", "--read must name a file that --json wrote: "),

@@ -26,11 +26,12 @@ from hybrid_ep.bench.layer.ways import (
     rows_of,
     without_communication,
 )
-from hybrid_ep.bench.options import DTYPES
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
-from hybrid_ep.launch import COMMAND_TIMEOUT_S
+from hybrid_ep.group import Group
 from hybrid_ep.integers import round_up
+from hybrid_ep.launch import COMMAND_TIMEOUT_S
+from hybrid_ep.shape import DTYPES
 
 NO_CARRIER = "plain torch: NCCL wants a GPU for each rank"
 
@@ -114,7 +115,7 @@ def _make_buffer(shape: LayerShape, device: torch.device, backend: str, sms: int
 
 def _bound(rows: list[Rows]) -> int:
     """The least bound that drops nothing on any rank, as ``hybrid_ep.bench.calls`` rounds it."""
-    return round_up(max(_of_all(max(each.required for each in rows))), BOUND_MULTIPLE)
+    return round_up(max(Group().gather(max(each.required for each in rows))), BOUND_MULTIPLE)
 
 
 def _time(
@@ -124,7 +125,7 @@ def _time(
     options: LayerOptions,
     clock: Clock,
 ) -> list[dict[str, Any]]:
-    most_rows = max(_of_all(max(len(each.rows) for each in rows)))
+    most_rows = max(Group().gather(max(len(each.rows) for each in rows)))
     passes = PASSES if options.backward else PASSES[:1]
     timed: list[tuple[Way, int | None, Call]] = []
     for way, sms in ways:
@@ -174,10 +175,4 @@ def _peak_bytes(way: Way, backward: bool, device: torch.device) -> int | None:
     else:
         way.forward(0)
     torch.cuda.synchronize(device)
-    return max(_of_all(torch.cuda.max_memory_allocated(device) - before))
-
-
-def _of_all(value: int) -> list[int]:
-    everybody: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, value)
-    return everybody
+    return max(Group().gather(torch.cuda.max_memory_allocated(device) - before))

@@ -14,11 +14,10 @@ from hybrid_ep.bench.clock import Call
 from hybrid_ep.bench.inputs import NUM_INPUTS
 from hybrid_ep.bench.layer.options import LayerShape
 from hybrid_ep.bench.layer.plain import PlainLayer
-from hybrid_ep.bench.options import DTYPES
-from hybrid_ep.buffer import Buffer
+from hybrid_ep.buffer import Buffer, dispatch
 from hybrid_ep.moe import GroupedExperts, MoELayer, Router
 from hybrid_ep.moe.products import grouped_mm, grouped_mm_weight_grad
-from hybrid_ep.buffer import dispatch
+from hybrid_ep.shape import DTYPES
 
 PASSES = ("forward", "backward", "step")
 
