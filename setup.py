@@ -162,6 +162,7 @@ ALONE = {  # sources and rooms under csrc that one module has alone; the rest is
         "network/*",
         "kernels/route/keep_routing.cu",
         "kernels/loopback.cu",
+        "kernels/delaying_card.cu",
         "kernels/nvshmem/*",
     ),
 }

@@ -1,8 +1,8 @@
 // hybrid_ep._nvshmem: the runtime of several nodes as Python sees it. Addresses and streams are
 // integers. Its types are its own: hybrid_ep._nvlink may have some of the same name.
 #include "bind_runtime.h"
+#include "kernels/delaying_card.h"
 #include "kernels/several_nodes.h"
-#include "network/delaying_network_card.h"
 #include "network/nvshmem_heap.h"
 #include "preconditions.h"
 
@@ -15,7 +15,7 @@ namespace {
 constexpr Target kNvshmem{context_of_several_nodes, kLaunchersOver<network::NvshmemNetwork>,
                           /*owns_memory*/ false, /*may_use_copy_engine*/ false, kMostTermBytes};
 // For tests.
-constexpr Target kLoopback{context_of_several_nodes, kLaunchersOver<network::LoopbackNetwork>,
+constexpr Target kLoopback{context_of_several_nodes, beside_card<network::LoopbackNetwork>(),
                            /*owns_memory*/ true, /*may_use_copy_engine*/ false, kMostTermBytes};
 
 char* to_pointer(uintptr_t address) { return reinterpret_cast<char*>(address); }
@@ -45,9 +45,8 @@ PYBIND11_MODULE(_nvshmem, m) {
              py::arg("config"), py::arg("loopback") = false)
         .def("attach", &Runtime::attach)
         .def("delay_puts", [](Runtime& self, int most_us) {
-            const RuntimeConfig& config = self.config();
-            const DeviceGuard guard(config.device);
-            auto card = std::make_shared<DelayingNetworkCard>(config.device, most_us, config.rank);
+            const DeviceGuard guard(self.config().device);
+            auto card = std::make_shared<DelayingCard>(most_us);
             self.post_puts(card->queue(), card);
         });
 

@@ -19,7 +19,7 @@ struct Signal {
 struct NodesContext {
     Context world;  // of all ranks; its peers are those of my node
     // For a network without cards (loopback_network.cuh): all nodes of my rail, and where puts are
-    // posted to a thread.
+    // posted if they are delayed.
     Peers rails;
     PutQueue queue;
     int node, local_rank;

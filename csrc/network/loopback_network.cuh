@@ -1,6 +1,6 @@
 // A network without cards, over mapped memory, with the verbs of NvshmemNetwork: what the kernels
 // of several nodes do can be tried on one host without NVSHMEM. Puts are plain stores, or are
-// posted to a thread that carries them out late and in any order.
+// posted to a card (kernels/delaying_card.h) that carries them out late and in any order.
 #pragma once
 
 #include "device/ptx.cuh"
@@ -59,7 +59,8 @@ class LoopbackNetwork {
         const PutQueue& queue = context_.queue;
         const uint64_t number =
             atomicAdd(reinterpret_cast<unsigned long long*>(queue.posted), 1ull) + 1;
-        while (number - ptx::load_acquire(queue.taken) > PutQueue::kCapacity) continue;
+        const uint64_t* next = &queue.next[number % PutQueue::kCarriers];
+        while (number >= ptx::load_acquire(next) + PutQueue::kCapacity) continue;
         PostedPut& put = queue.puts[number % PutQueue::kCapacity];
         put.to = to;
         put.from = static_cast<const char*>(from);

@@ -1,10 +1,12 @@
 // Puts that kernels have posted and a card carries out later, as a network card does: in any order,
-// reading their bytes when it gets to them (delaying_network_card.h).
+// reading their bytes when it gets to them (kernels/delaying_card.h).
 #pragma once
 
 #include "layout/bytes.h"
 
 namespace hybrid_ep {
+
+class DelayingCard;
 
 struct PostedPut {
     char* to;
@@ -16,12 +18,17 @@ struct PostedPut {
     uint64_t number;  // of the put, from 1; written last
 };
 
+// In device memory.
 struct PutQueue {
     static constexpr uint64_t kCapacity = 1u << 13;
+    static constexpr int kCarriers = 16;  // put n is that of carrier n % kCarriers
 
-    PostedPut* puts;        // in mapped host memory: put n is at n % kCapacity; null: no card
-    uint64_t* posted;       // puts so far; in device memory
-    const uint64_t* taken;  // of these, those that the card has read; in mapped host memory
+    PostedPut* puts;  // put n is at n % kCapacity; null: no card
+    uint64_t* posted;
+    uint64_t* next;          // of each carrier, the put that it carries out next
+    uint64_t *begun, *over;  // launches of the card; kernels with puts that have ended
+    uint32_t most_ns;        // that a put waits for; one in 64 waits for up to 16 times as long
+    DelayingCard* card;      // the host's side
 };
 
 }  // namespace hybrid_ep
