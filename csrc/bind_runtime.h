@@ -20,6 +20,7 @@ using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
                              int, int, uintptr_t>;
 using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
+using WeightedTuple = std::tuple<uintptr_t, uintptr_t, int>;
 using SummedTuple = std::tuple<uintptr_t, int64_t, int, int, uintptr_t, uintptr_t, uintptr_t,
                                uintptr_t, int, uintptr_t>;
 
@@ -123,6 +124,12 @@ inline py::class_<Runtime> bind_runtime(py::module_& m) {
              })
         .def("combine", [](Runtime& self, const SummedTuple& summed,
                            uintptr_t stream) { self.combine(from<Summed>(summed), stream); })
+        .def("combine_backward",
+             [](Runtime& self, const SentTuple& sent, const ReceivedTuple& received,
+                const WeightedTuple& weighted, uintptr_t stream) {
+                 self.combine_backward(from<Sent>(sent), from<Received>(received),
+                                       from<Weighted>(weighted), stream);
+             })
         .def("destroy", &Runtime::destroy, py::call_guard<py::gil_scoped_release>())
         .def("required_rows", &await_required_rows)
         .def("give_up", &Runtime::give_up, py::call_guard<py::gil_scoped_release>())

@@ -74,6 +74,14 @@ inline void require_received(const kernels::DispatchParams& p, const Received& r
                                                     : 1);
 }
 
+// Nothing travels with the gradients: those of the weights are made of what the rank has.
+inline void require_combine_backward(const kernels::CombineBackwardParams& p) {
+    require_at_most("bytes beside a gradient", p.dispatch.record.trailer_bytes(), 0);
+    require_aligned("the address of the experts' rows", p.weighted.rows, layout::kBulkAlign);
+    require_aligned("the address of their weights", p.weighted.weights, 4);
+    require_at_least("slots of the ring of a combine's backward", p.dispatch.ring.num_slots, 2);
+}
+
 inline void require_combine(const kernels::CombineParams& p, int inbox_row_bytes) {
     const Summed& summed = p.summed;
     require_at_most("tokens of y", summed.num_tokens, p.context.buffer.max_tokens);

@@ -182,11 +182,15 @@ void Runtime::publish_by_engine(cudaStream_t stream) {
 }
 
 // The blocks that send, if there are any, come first.
-void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
+void Runtime::begin_pull(const Received& received) {
     begun_.pulls = true;
     begun_.received = received;
     begun_.first_block = num_send_blocks_;
     begun_.num_blocks = config_.num_sms_dispatch - num_send_blocks_;
+}
+
+void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
+    begin_pull(received);
     kernels_.dispatch(context_, begun_, stream);
     ++num_dispatches_;
 }
@@ -249,6 +253,20 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     p.ring = layout::sum_ring(p.slices);
     require_combine(p, config_.inbox_row_bytes);
     kernels_.combine(context_, p, to_stream(stream));
+}
+
+void Runtime::combine_backward(const Sent& sent, const Received& received, const Weighted& weighted,
+                               uintptr_t stream) {
+    DeviceGuard guard(config_.device);
+    begin_dispatch(sent);
+    require_received(begun_, received);
+    begin_pull(received);
+    begun_.slices = {1, sent.row_bytes};
+    begun_.ring = layout::scale_ring(sent.row_bytes, kernels_.num_scalers);
+    require_combine_backward({begun_, weighted});
+    publish_by_engine(to_stream(stream));
+    kernels_.combine_backward(context_, {begun_, weighted}, to_stream(stream));
+    ++num_dispatches_;
 }
 
 int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, uintptr_t stream) {

@@ -77,6 +77,9 @@ class Runtime {
                         const Received& received, uintptr_t stream);
 
     void combine(const Summed& summed, uintptr_t stream);
+    // Of a weighted combine: a dispatch of gradients, in one launch.
+    void combine_backward(const Sent& sent, const Received& received, const Weighted& weighted,
+                          uintptr_t stream);
 
     // For the bench alone: moves the first half of an outbox (the peer's, or mine with `push`) to
     // the second half of the other rank's, with the ring of dispatch. Returns the number of bytes
@@ -105,6 +108,7 @@ class Runtime {
     void begin_dispatch(const Sent& sent);
     void publish_early(bool behind_routing, cudaStream_t stream);
     void publish_by_engine(cudaStream_t stream);
+    void begin_pull(const Received& received);
     void end_dispatch(const Received& received, cudaStream_t stream);
 
     RuntimeConfig config_;

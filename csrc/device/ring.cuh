@@ -92,6 +92,7 @@ class Slots {
     __device__ __forceinline__ char* bytes(int slot) const {
         return base_ + slot * shape_.slot_bytes;
     }
+    __device__ __forceinline__ char* end() const { return base_ + shape_.bytes(); }
     template <typename Header>
     __device__ __forceinline__ Header& header(int slot) const {
         return *reinterpret_cast<Header*>(base_ + shape_.slots_bytes() +

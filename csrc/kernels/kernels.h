@@ -58,6 +58,13 @@ struct DispatchParams {
 };
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream);
 
+// In one launch; a slice is a row, the ring leaves room for what scales (layout::scale_ring).
+struct CombineBackwardParams {
+    DispatchParams dispatch;
+    Weighted weighted;
+};
+void launch_combine_backward(const CombineBackwardParams& p, cudaStream_t stream);
+
 struct CombineParams {
     Context context;
     Summed summed;
@@ -86,11 +93,13 @@ struct Launchers {
     With<PublishRoutingParams> publish_routing;
     With<AssignRowsParams> assign_rows;
     With<DispatchParams> dispatch;
+    With<CombineBackwardParams> combine_backward;
     With<CombineParams> combine;
     With<uint64_t> give_up;  // the reason, for rail peers; null where there are none
     void (*copy_peer)(const CopyPeerParams& p, cudaStream_t stream);  // or null
     bool routing_ends_in_assign_rows;  // so a dispatch may be behind_routing
     int least_dispatch_blocks, least_combine_blocks;
+    int num_scalers;  // warps of a block of combine_backward
 };
 
 }  // namespace hybrid_ep::kernels

@@ -12,6 +12,9 @@ template void launch_publish_routing<LoopbackNetwork>(const NodesContext&,
                                                       cudaStream_t);
 template void launch_dispatch<LoopbackNetwork>(const NodesContext&, const kernels::DispatchParams&,
                                                cudaStream_t);
+template void launch_combine_backward<LoopbackNetwork>(const NodesContext&,
+                                                       const kernels::CombineBackwardParams&,
+                                                       cudaStream_t);
 template void launch_combine<LoopbackNetwork>(const NodesContext&, const kernels::CombineParams&,
                                               cudaStream_t);
 template void launch_give_up<LoopbackNetwork>(const NodesContext&, const uint64_t&, cudaStream_t);

@@ -21,6 +21,9 @@ template <typename Network>
 void launch_dispatch(const NodesContext& context, const kernels::DispatchParams& p,
                      cudaStream_t stream);
 template <typename Network>
+void launch_combine_backward(const NodesContext& context, const kernels::CombineBackwardParams& p,
+                             cudaStream_t stream);
+template <typename Network>
 void launch_combine(const NodesContext& context, const kernels::CombineParams& p,
                     cudaStream_t stream);
 template <typename Network>
@@ -38,12 +41,14 @@ constexpr Launchers kLaunchersOver{
     launch_publish_routing<Network>,
     launch_assign_rows,
     launch_dispatch<Network>,
+    launch_combine_backward<Network>,
     launch_combine<Network>,
     launch_give_up<Network>,
     /*copy_peer*/ nullptr,
     /*routing_ends_in_assign_rows*/ false,
     /*least_dispatch_blocks*/ kDispatchRoles,
     /*least_combine_blocks*/ kCombineRoles,
+    layout::kScalersOfSeveralNodes,
 };
 
 // Waits until everything that this rank's kernels have put or signalled through NVSHMEM has

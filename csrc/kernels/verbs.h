@@ -47,6 +47,15 @@ struct Received {
 
 enum class SumType : int { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
 
+// What a weighted combine summed, for its backward: a dispatch that brings the gradient of a
+// token's sum to each of its rows. Received are the rows' gradients, weighted, and as weights the
+// gradients of the weights.
+struct Weighted {
+    const char* rows;      // [M, row_bytes]
+    const float* weights;  // [M]
+    SumType type;
+};
+
 // A combine: sums of rows come home as y, and values, if there are any, as home_values.
 struct Summed {
     const char* rows;  // [M, row_bytes]

@@ -22,10 +22,10 @@ struct RingShape {
     HYBRID_EP_HD int bytes() const { return slots_bytes() + num_slots * header_bytes; }
 };
 
-// As many slots as fit where `rings` share a block.
-HYBRID_EP_HD RingShape ring_of(int slot_bytes, int header_bytes, int rings) {
+// As many slots as fit where `rings` share a block, beside other things.
+HYBRID_EP_HD RingShape ring_of(int slot_bytes, int header_bytes, int rings, int beside = 0) {
     RingShape shape{0, round_up(slot_bytes, kSlotAlign), header_bytes};
-    const int room = (kBlockSmemBytes - kStaticSmemBytes) / rings - kSlotAlign;
+    const int room = (kBlockSmemBytes - kStaticSmemBytes - beside) / rings - kSlotAlign;
     shape.num_slots = min_of(room / (shape.slot_bytes + header_bytes), kMostSlots);
     return shape;
 }
@@ -38,6 +38,19 @@ HYBRID_EP_HD int dynamic_smem_bytes(const RingShape& shape, int rings) {
 // Moving: a slot holds a slice of a row, usually all of it, with its trailer.
 HYBRID_EP_HD RingShape move_ring(const SliceLayout& slices, const RecordLayout& record) {
     return ring_of(slices.slice_bytes + record.trailer_bytes(), 0, 1);
+}
+
+// Scaling: a slot holds a row, and each warp that scales has stages of its own behind the ring.
+// More warps are faster; the kernel of several nodes has no registers for as many.
+constexpr int kScalersOfOneNode = 18, kScalersOfSeveralNodes = 10;
+constexpr int kScaleStages = 4, kScaleStageBytes = 2048;
+constexpr int kScaleSmemBytes = kSlotAlign + kScaleStages * kScaleStageBytes;  // of a warp
+
+HYBRID_EP_HD RingShape scale_ring(int row_bytes, int scalers) {
+    return ring_of(row_bytes, 0, 1, scalers * kScaleSmemBytes);
+}
+HYBRID_EP_HD int scale_smem_bytes(const RingShape& shape, int scalers) {
+    return dynamic_smem_bytes(shape, 1) + scalers * kScaleSmemBytes;
 }
 
 // Summing: a slot holds a slice of one row of a sum. Two rings a block: while the threads of one

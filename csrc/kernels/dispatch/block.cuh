@@ -6,6 +6,7 @@
 #include "kernels/dispatch/padding.cuh"
 #include "kernels/dispatch/publish.cuh"
 #include "kernels/dispatch/pull.cuh"
+#include "kernels/dispatch/scale.cuh"
 
 namespace hybrid_ep::kernels {
 
@@ -18,6 +19,21 @@ constexpr int kSweepers = 2;
 constexpr int kFirstWriter = kFirstSweeper + kSweepers;
 constexpr int kDispatchWarps = kFirstWriter + kWriters;
 constexpr int kDispatchThreads = kDispatchWarps * kWarp;
+
+// What becomes of rows that have landed: one warp, the storer, stores them. In the backward of a
+// weighted combine several do, which come last (ScaleRows).
+struct StoreRows {
+    static constexpr int kWarps = 1, kVectorsAtOnce = 14;
+
+    static __device__ void run(const DispatchParams& p, const Slots& slots, PullSmem& smem, int) {
+        store_slices(p, slots, smem);
+    }
+    static __device__ const layout::RecordLayout& padded(const DispatchParams& p) {
+        return p.record;
+    }
+};
+template <typename Rows>
+constexpr int kThreadsFor = kDispatchThreads + (Rows::kWarps - 1) * kWarp;
 
 struct DispatchSmem {
     PublishSmem publish;
@@ -62,11 +78,11 @@ __device__ inline void close_dispatch(const Watch& watch, uint64_t epoch) {
 
 // ---- padding
 
-__device__ inline void sweep(const DispatchParams& p, const layout::HandleView& handle, int sweeper,
-                             uint64_t epoch) {
+__device__ inline void sweep(const DispatchParams& p, const layout::RecordLayout& record,
+                             const layout::HandleView& handle, int sweeper, uint64_t epoch) {
     if (!handle.header[layout::HandleLayout::kMayHavePadding] || p.received.num_rows == 0) return;
     const Stopwatch zeroing(p.context.trace);
-    zero_padding(p.received, p.record, handle, p.context.buffer.num_local_experts,
+    zero_padding(p.received, record, handle, p.context.buffer.num_local_experts,
                  block_of(p) * kSweepers + sweeper, p.num_blocks * kSweepers);
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
@@ -81,10 +97,13 @@ __device__ inline void give_up(PullSmem& smem) {
 }
 
 // `Walker` is made of (walker parameters, handle, PullSmem&, epoch) and lists jobs in run().
-template <typename Walker, typename WalkerParams>
+template <typename Walker, typename WalkerParams, typename Rows>
 __device__ __forceinline__ void play(int role, const DispatchParams& p, const WalkerParams& walked,
-                                     const layout::HandleView& handle, const Slots& slots,
-                                     DispatchSmem& smem, uint64_t epoch, int parcel) {
+                                     const Rows& rows, const layout::HandleView& handle,
+                                     const Slots& slots, DispatchSmem& smem, uint64_t epoch,
+                                     int parcel) {
+    const int nth = Rows::kWarps > 1 ? max(role - kDispatchWarps + 1, 0) : 0;  // of the storers
+    if (nth > 0) role = kStorer;
     const bool announces = block_of(p) == 0 && role == kFirstSweeper;
     uint64_t announcement = 0;
     if (announces) {
@@ -98,7 +117,8 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     if (role >= first_writer(p)) {
         const int writer = role - first_writer(p);
         if (publishes(p)) {
-            write_parcels(p, handle, smem.publish, writer, num_writers(p), epoch, parcel);
+            write_parcels<Rows::kVectorsAtOnce>(p, handle, smem.publish, writer, num_writers(p),
+                                                epoch, parcel);
         }
         return;
     }
@@ -114,13 +134,13 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     } else if (role == kLoader) {
         if (lane_id() == 0) load_slices(slots, smem.pull);
     } else if (role == kStorer) {
-        store_slices(p, slots, smem.pull);
-        if (lane_id() == 0) pulling.note(Span::kPullRows, epoch);
+        rows.run(p, slots, smem.pull, nth);
+        if (nth == 0 && lane_id() == 0) pulling.note(Span::kPullRows, epoch);
     } else if (role == kSpreader) {
         spread_trailers(p, slots, smem.pull);
     } else {
         if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return;
-        sweep(p, handle, role - kFirstSweeper, epoch);
+        sweep(p, rows.padded(p), handle, role - kFirstSweeper, epoch);
         if (announces) await_call(p, smem.pull, epoch, announcement);
     }
 }
@@ -128,16 +148,17 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
 // All threads of one of the p.num_blocks blocks. Invariant "no wait inside a grid": resident blocks
 // publish all parcels, and the first one alone waits for the peers' first. False: the call failed
 // and stays open.
-template <typename Walker, typename WalkerParams>
+template <typename Walker, typename WalkerParams, typename Rows>
 __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const WalkerParams& walked,
-                                             char* dynamic_smem, DispatchSmem& smem) {
+                                             const Rows& rows, char* dynamic_smem,
+                                             DispatchSmem& smem) {
     const Slots slots(dynamic_smem, p.ring);
     const Watch& watch = p.context.watch;
     int parcel = 0;  // of the first writer's first lane
     if (threadIdx.x == first_writer(p) * kWarp && publishes(p)) parcel = ask_for_parcel(p);
     if (threadIdx.x == 0) {
-        smem.pull.jobs.init(kJobs, kUsers);
-        smem.pull.slots.init(slots.size(), kUsers);
+        smem.pull.jobs.init(kJobs, Rows::kWarps + 1);  // and the spreader
+        smem.pull.slots.init(slots.size(), Rows::kWarps + 1);
         smem.publish.init(num_writers(p));
         smem.pull.failed = has_fault(watch.state);
     }
@@ -148,7 +169,7 @@ __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const Walk
     }
     const uint64_t epoch = current_epoch(watch.state, Phase::kDispatch);
     const layout::HandleView handle(p.sent.words, p.context.handle);
-    play<Walker>(warp_id(), p, walked, handle, slots, smem, epoch, parcel);
+    play<Walker>(warp_id(), p, walked, rows, handle, slots, smem, epoch, parcel);
     if (p.behind_routing) ptx::await_kernel_before();  // or the next could overtake that one
     __syncthreads();
     return !smem.pull.failed;

@@ -72,15 +72,35 @@ class OutboxWalker {
     JobList jobs_;
 };
 
-__global__ void __launch_bounds__(kDispatchThreads, 1)
-    dispatch(const __grid_constant__ DispatchParams p) {
+template <typename Rows>
+__device__ __forceinline__ void make_call(const DispatchParams& p, const Rows& rows) {
     extern __shared__ __align__(128) char dynamic_smem[];
     __shared__ DispatchSmem smem;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
-    if (!run_dispatch<OutboxWalker>(p, p, dynamic_smem, smem) || !p.pulls) return;
+    if (!run_dispatch<OutboxWalker>(p, p, rows, dynamic_smem, smem) || !p.pulls) return;
     if (is_last_block(p.context.watch.state) && threadIdx.x == 0) {
         close_dispatch(p.context.watch, epoch);
     }
+}
+
+__global__ void __launch_bounds__(kDispatchThreads, 1)
+    dispatch(const __grid_constant__ DispatchParams p) {
+    make_call(p, StoreRows{});
+}
+
+constexpr int kScalers = layout::kScalersOfOneNode;
+constexpr int kBackwardThreads = kThreadsFor<ScaleRows<float, kScalers>>;
+
+template <typename T>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    combine_backward(const __grid_constant__ CombineBackwardParams p) {
+    make_call(p.dispatch, ScaleRows<T, kScalers>{p.weighted});
+}
+
+auto pick_backward(SumType type) {
+    return type == SumType::kBf16   ? combine_backward<__nv_bfloat16>
+           : type == SumType::kFp16 ? combine_backward<__half>
+                                    : combine_backward<float>;
 }
 
 }  // namespace
@@ -90,6 +110,11 @@ void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
         p.behind_routing ? launch_behind_ours<DispatchParams> : launch<DispatchParams>;
     launch_it(dispatch, p, p.num_blocks, kDispatchThreads, layout::dynamic_smem_bytes(p.ring, 1),
               stream);
+}
+
+void launch_combine_backward(const CombineBackwardParams& p, cudaStream_t stream) {
+    launch(pick_backward(p.weighted.type), p, p.dispatch.num_blocks, kBackwardThreads,
+           layout::scale_smem_bytes(p.dispatch.ring, kScalers), stream);
 }
 
 }  // namespace hybrid_ep::kernels

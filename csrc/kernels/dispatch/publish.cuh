@@ -20,8 +20,7 @@ namespace hybrid_ep::kernels {
 using namespace device;
 using layout::kParcelTokens;
 
-constexpr int kWriters = 4;         // more would take the SM's stores away from pulling
-constexpr int kVectorsAtOnce = 14;  // of 16 bytes, that a thread has under way
+constexpr int kWriters = 4;  // more would take the SM's stores away from pulling
 
 struct PublishSmem {
     static constexpr int kParcels = 31, kEnd = -1;
@@ -53,7 +52,8 @@ __device__ inline uint64_t* flag_in(const DispatchParams& p, int peer, int sourc
                                        p.context.buffer.flag(Phase::kDispatch, source, channel));
 }
 
-// The whole warp.
+// The whole warp. A thread has so many vectors of 16 bytes under way.
+template <int kVectorsAtOnce>
 __device__ inline void copy_row(char* to, const char* from, int bytes) {
     const int count = bytes / 16;
     auto* target = reinterpret_cast<uint4*>(to);
@@ -72,6 +72,7 @@ __device__ inline void copy_row(char* to, const char* from, int bytes) {
 }
 
 // The rows of a parcel that are those of one of the writers.
+template <int kVectorsAtOnce>
 __device__ inline void write_rows(const DispatchParams& p, const layout::HandleView& handle,
                                   int writer, int num_writers, int parcel, uint64_t epoch) {
     const int64_t token = int64_t(parcel) * kParcelTokens + lane_id();
@@ -81,8 +82,8 @@ __device__ inline void write_rows(const DispatchParams& p, const layout::HandleV
     for (int turn = 0; left != 0; ++turn, left &= left - 1) {
         if (turn % num_writers != writer) continue;
         const int64_t mine = int64_t(parcel) * kParcelTokens + __ffs(left) - 1;
-        copy_row(p.context.mine() + p.context.buffer.record(epoch, mine),
-                 p.sent.x + mine * p.sent.x_stride, p.record.row_bytes);
+        copy_row<kVectorsAtOnce>(p.context.mine() + p.context.buffer.record(epoch, mine),
+                                 p.sent.x + mine * p.sent.x_stride, p.record.row_bytes);
     }
 }
 
@@ -166,6 +167,7 @@ class ParcelTaker {
     int next_;
 };
 
+template <int kVectorsAtOnce>
 __device__ inline void write_parcels(const DispatchParams& p, const layout::HandleView& handle,
                                      PublishSmem& smem, int writer, int num_writers, uint64_t epoch,
                                      int first) {
@@ -174,7 +176,7 @@ __device__ inline void write_parcels(const DispatchParams& p, const layout::Hand
         const int parcel = taker.take(turn);
         if (parcel == PublishSmem::kEnd) break;
         if (parcel * kParcelTokens < p.copied.begin)
-            write_rows(p, handle, writer, num_writers, parcel, epoch);
+            write_rows<kVectorsAtOnce>(p, handle, writer, num_writers, parcel, epoch);
         write_trailers(p, handle, writer, num_writers, parcel, epoch);
         __syncwarp();
         if (lane_id() == 0) smem.parcels.filled(turn);

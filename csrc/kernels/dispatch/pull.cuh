@@ -16,7 +16,6 @@ namespace hybrid_ep::kernels {
 using layout::kSlotsRead;
 
 constexpr int kJobs = 32;  // looked up and not stored yet
-constexpr int kUsers = 2;  // of a job and its slot: storer and spreader
 
 constexpr uint64_t kOneRead = 1ull << 16;  // counts lie where flags have the number of the call
 

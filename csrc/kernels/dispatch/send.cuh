@@ -326,9 +326,11 @@ __device__ void send_chunks(const DispatchParams& p, char* smem, uint64_t call) 
     }
     smem +=
         (-ptx::smem_address(smem) & (layout::kSlotAlign - 1)) + warp_id() * BulkCopier::kSmemBytes;
-    SendChunks<Network>(p, smem, call, warp_id() * p.num_send_blocks + block,
-                        p.num_send_blocks * warps_per_block())
-        .run();
+    if (warp_id() < kDispatchWarps) {  // as many as there is shared memory for
+        SendChunks<Network>(p, smem, call, warp_id() * p.num_send_blocks + block,
+                            p.num_send_blocks * kDispatchWarps)
+            .run();
+    }
     sending.stop(Span::kSendRows, call);
 }
 

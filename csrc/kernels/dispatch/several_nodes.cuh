@@ -104,9 +104,8 @@ class ChunkWalker {
     JobList jobs_;
 };
 
-template <typename Network>
-__global__ void __launch_bounds__(kDispatchThreads, 1)
-    dispatch(const __grid_constant__ DispatchParams p) {
+template <typename Network, typename Rows>
+__device__ __forceinline__ void make_call(const DispatchParams& p, const Rows& rows) {
     extern __shared__ __align__(128) char dynamic_smem[];
     __shared__ DispatchSmem smem;
     const Watch& watch = p.context.world.watch;
@@ -114,12 +113,49 @@ __global__ void __launch_bounds__(kDispatchThreads, 1)
     // invariant "resident first": all others wait for what those that send do, so these need SMs
     if (int(blockIdx.x) < p.num_send_blocks) {
         send_chunks<Network>(p, dynamic_smem, call);
-    } else if (!run_dispatch<ChunkWalker>(p.dispatch, p, dynamic_smem, smem)) {
+    } else if (!run_dispatch<ChunkWalker>(p.dispatch, p, rows, dynamic_smem, smem)) {
         return;
     }
     if (p.dispatch.pulls && is_last_block(watch.state) && threadIdx.x == 0) {
         close_dispatch(watch, call);
     }
+}
+
+template <typename Network>
+__global__ void __launch_bounds__(kDispatchThreads, 1)
+    dispatch(const __grid_constant__ DispatchParams p) {
+    make_call<Network>(p, StoreRows{});
+}
+
+constexpr int kScalers = layout::kScalersOfSeveralNodes;
+constexpr int kBackwardThreads = kThreadsFor<ScaleRows<float, kScalers>>;
+
+struct CombineBackwardParams {
+    DispatchParams dispatch;
+    Weighted weighted;
+};
+
+template <typename T, typename Network>
+__global__ void __launch_bounds__(kBackwardThreads, 1)
+    combine_backward(const __grid_constant__ CombineBackwardParams p) {
+    make_call<Network>(p.dispatch, ScaleRows<T, kScalers>{p.weighted});
+}
+
+template <typename Network>
+auto pick_backward(SumType type) {
+    return type == SumType::kBf16   ? combine_backward<__nv_bfloat16, Network>
+           : type == SumType::kFp16 ? combine_backward<__half, Network>
+                                    : combine_backward<float, Network>;
+}
+
+template <typename Network>
+void launch_combine_backward(const NodesContext& context, const kernels::CombineBackwardParams& p,
+                             cudaStream_t stream) {
+    const kernels::DispatchParams& dispatch = p.dispatch;
+    launch(pick_backward<Network>(p.weighted.type),
+           {{context, dispatch, dispatch.first_block}, p.weighted},
+           dispatch.first_block + dispatch.num_blocks, kBackwardThreads,
+           max(layout::scale_smem_bytes(dispatch.ring, kScalers), kSendSmemBytes), stream);
 }
 
 template <typename Network>
