@@ -22,6 +22,7 @@ MAX_LOCAL_EXPERTS = 2**13  # counted in the shared memory of a block
 MAX_SCALE_BYTES = 2**14  # per token: they share a stage with a slice of the row
 MAX_ROW_NUMBER = 2**31 - 1  # a row is numbered by an int32
 MAX_ROWS = MAX_ROW_NUMBER // 2  # of tokens; as many are left to padding
+MAX_SCALED_ROW_BYTES = 2**15  # two in a ring of csrc/layout/ring_shape.h, beside what scales them
 MAX_SUMMED_BYTES = 2**36  # of the rows of a combine: kMostTermBytes of csrc/preconditions.h
 
 VALUES_PER_SCALE = 128  # of fp8 rows as most recipes scale them, float32 each

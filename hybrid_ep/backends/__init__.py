@@ -22,9 +22,10 @@ class Route(NamedTuple):
 class Backend(Protocol):
     """What a backend does for a Buffer. Inputs were checked before; every call is collective.
 
-    The three verbs are all there is: a fresh dispatch is route + dispatch, a cached one is dispatch
-    alone, the backward of dispatch is combine and the backward of combine is dispatch. A backend
-    may have a shorter way to route and dispatch at once, of the same effect.
+    Route, dispatch and combine are the verbs: a fresh dispatch is route + dispatch, a cached one is
+    dispatch alone, the backward of dispatch is combine and the backward of combine is dispatch. A
+    backend may have a shorter way to route and dispatch at once, and to dispatch the gradients of a
+    weighted combine, of the same effect.
     """
 
     name: str
@@ -79,6 +80,17 @@ class Backend(Protocol):
 
         ``values`` float32 ``[M]``, one per row, go home beside it unsummed: ``[T, K]``, each slot
         gets its row's value (zero where the slot has no row).
+        """
+        ...
+
+    def combine_backward(
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The gradients ``[M, H]`` of ``rows`` and ``[M]`` of ``weights`` of such a combine.
+
+        A dispatch of ``grad_y [T, H]``, dtype of rows: each row's gradient times its weight,
+        rounded once, and the dot product of both rows in the order of ``torch.row_dots``. Both are
+        zero for rows that are padding, whatever those hold.
         """
         ...
 

@@ -14,8 +14,7 @@ from torch import Tensor, is_grad_enabled
 from hybrid_ep.communicator import Communicator, find
 from hybrid_ep.ops import registration, rules, verbs
 from hybrid_ep.ops.registration import backward_order
-
-_PART = 1 << 25  # elements of a product in float32 that is alive at once: 128 MB
+from hybrid_ep.shape import MAX_SCALED_ROW_BYTES
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -87,12 +86,37 @@ def _combine_backward(
     ctx: Any, grad_y: Tensor, grad_home: Tensor | None
 ) -> tuple[Tensor | None, ...]:
     layout, *weighted = ctx.saved_tensors
-    grad_home = grad_home.contiguous() if ctx.with_values else None
-    grad_rows, grad_values = _send_back(ctx, grad_y.contiguous(), grad_home, layout)
-    grad_weights = None
-    if weighted:
-        grad_rows, grad_weights = _weighted_backward(*weighted, grad_rows)
-    return grad_rows, grad_weights, grad_values if ctx.with_values else None, *(None,) * 4
+    grad_y = grad_y.contiguous()
+    grad_weights = grad_values = None
+    if weighted and not ctx.with_values and not is_grad_enabled() and _can_scale(ctx, grad_y):
+        grad_rows, grad_weights = _send_back_weighted(ctx, grad_y, *weighted, layout)
+    else:
+        grad_home = grad_home.contiguous() if ctx.with_values else None
+        grad_rows, sent = _send_back(ctx, grad_y, grad_home, layout)
+        if ctx.with_values:
+            grad_values = sent
+        if weighted:
+            grad_rows, grad_weights = _scale(*weighted, grad_rows)
+    return grad_rows, grad_weights, grad_values, *(None,) * 4
+
+
+def _can_scale(ctx: Any, grad_y: Tensor) -> bool:
+    """Whether rows of this width are scaled as their gradients arrive: all but huge ones are."""
+    row_bytes = grad_y.shape[1] * grad_y.element_size()
+    return row_bytes <= MAX_SCALED_ROW_BYTES or not find(ctx.buffer_id).has_kernels
+
+
+def _send_back_weighted(
+    ctx: Any, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+) -> tuple[Tensor, Tensor]:
+    """A dispatch of gradients that multiplies each by its row's weight and its row."""
+    inputs = grad_y, rows, weights, layout, ctx.buffer_id
+    if verbs.watched(grad_y, rows, weights, layout):
+        return verbs.combine_backward_op(*inputs, backward_order(ctx, grad_y))
+    communicator = find(ctx.buffer_id)
+    if grad_y.dtype not in communicator.two_way_dtypes:
+        rules.check_outbox(communicator, grad_y)
+    return verbs.combine_backward_now(*inputs)
 
 
 def _send_back(
@@ -191,27 +215,12 @@ apply_dispatch = super(torch.autograd.Function, _Dispatch).apply
 apply_combine = super(torch.autograd.Function, _Combine).apply
 
 
-def _weighted_backward(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows and weights where ``grads [M, H]`` are those of ``weights * rows``.
+def _scale(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of rows and weights, where ``grads [M, H]`` are those of ``weights * rows``.
 
-    In eager mode part by part and into ``grads``, so that no copy of all rows in float32 is made;
-    a compiler makes none anyhow, and a second derivative needs ``grads`` as they are.
+    By differentiable ops, for a second derivative. The gradient of padding is zero; what the
+    experts left there, perhaps NaN, does not count.
     """
-    if verbs.watched(rows, weights, grads) or torch.is_grad_enabled():
-        grad_rows = (grads * weights.unsqueeze(1)).to(grads.dtype)
-        return grad_rows, _row_dots(rows, grads, weights.dtype)
-    step = max(1, _PART // max(1, rows.shape[1]))
-    dots = []
-    for row, weight, grad in zip(*(t.split(step) for t in (rows, weights, grads)), strict=True):
-        dots.append(_row_dots(row, grad, weight.dtype))
-        grad.mul_(weight.unsqueeze(1))  # in weight's dtype, rounded once
-    return grads, torch.cat(dots)
-
-
-def _row_dots(rows: Tensor, grads: Tensor, dtype: torch.dtype) -> Tensor:
-    """``[M]``: dot product of each row and its gradient, accumulated in ``dtype``.
-
-    The gradient of padding is zero; what the experts left there, perhaps NaN, does not count.
-    """
-    dots = (grads.to(dtype) * rows).sum(dim=1)
-    return torch.where(grads.any(dim=1), dots, 0.0)
+    dots = (grads.to(weights.dtype) * rows).sum(dim=1)
+    dots = torch.where(grads.any(dim=1), dots, 0.0)
+    return (grads * weights.unsqueeze(1)).to(grads.dtype), dots

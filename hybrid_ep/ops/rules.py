@@ -20,6 +20,7 @@ from hybrid_ep.shape import (
     MAX_ROW_NUMBER,
     MAX_ROWS,
     MAX_SCALE_BYTES,
+    MAX_SCALED_ROW_BYTES,
     MAX_SUMMED_BYTES,
     ROW_ALIGN,
     SUM_DTYPES,
@@ -209,6 +210,24 @@ def check_combine_gradient(
             f"bytes, more than the {shape.row_capacity} that {_reserving(shape)}: make the "
             f"Buffer with dtype={rows.dtype}, or combine under torch.no_grad()"
         )
+
+
+def check_combine_backward(communicator: Communicator, grad_y: Tensor, rows: Tensor) -> None:
+    """The gradient of a weighted combine's sums, beside the rows that it summed."""
+    _check_device(communicator, "grad_y", grad_y)
+    shape = communicator.shape
+    if grad_y.dtype != rows.dtype or grad_y.dim() != 2 or grad_y.shape[1] != shape.hidden:
+        raise ValueError(
+            f"grad_y must have shape [T, hidden={shape.hidden}] and the dtype of rows, "
+            f"{rows.dtype}, got {list(grad_y.shape)} of {grad_y.dtype}"
+        )
+    row_bytes = _row_bytes(communicator, grad_y)
+    if row_bytes > MAX_SCALED_ROW_BYTES and communicator.has_kernels:
+        raise ValueError(
+            f"rows must have at most {MAX_SCALED_ROW_BYTES} bytes for their weighted gradients to "
+            f"be made as they arrive, got {row_bytes}"
+        )
+    check_outbox(communicator, grad_y)
 
 
 def summable_dtype(rows: Tensor) -> torch.dtype:

@@ -77,6 +77,13 @@ def combine_now(
     return find(buffer_id).verbs.combine(rows, weights, values, layout, num_tokens=num_tokens)
 
 
+def combine_backward_now(
+    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, buffer_id: int
+) -> tuple[Tensor, Tensor]:
+    """The gradients of the rows and weights of a weighted combine."""
+    return find(buffer_id).verbs.combine_backward(grad_y, rows, weights, layout)
+
+
 # ---- as ops, which any program may call, so they check the rules themselves
 
 
@@ -175,6 +182,22 @@ def _fake_combine(
     )
 
 
+def _run_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    grad_y, rows, weights, layout, buffer_id = inputs
+    communicator = find(buffer_id)
+    rules.check_combine(communicator, rows, weights)
+    rules.check_combine_backward(communicator, grad_y, rows)
+    rules.check_sizes(communicator, layout_size=layout.shape[0])
+    return combine_backward_now(*inputs)
+
+
+def _fake_combine_backward(
+    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, buffer_id: int
+) -> tuple[Tensor, Tensor]:
+    # contiguous, whatever the strides of the inputs
+    return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
+
+
 route_op = registration.define(
     "route",
     "Tensor topk_idx, SymInt? max_rows, SymInt align, SymInt experts, SymInt layout_size, "
@@ -203,5 +226,14 @@ combine_op = registration.define(
     fake=_fake_combine,
 )
 
+combine_backward_op = registration.define(
+    "combine_backward",
+    "Tensor grad_y, Tensor rows, Tensor weights, Tensor layout, SymInt buffer_id",
+    "(Tensor, Tensor)",
+    run=_run_combine_backward,
+    fake=_fake_combine_backward,
+)
+
 registration.register_without_gradient("route")
+registration.register_without_gradient("combine_backward")
 ROUTES = (torch.ops.hybrid_ep.route.default, torch.ops.hybrid_ep.route.ordered)

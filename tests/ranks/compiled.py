@@ -56,7 +56,7 @@ class Program:
         forward = [f"{verb} {batch}" for step, batch in words for verb in verbs[step]]
         if not self.training:
             return forward
-        transposed = {"dispatch": "combine", "combine": "dispatch"}
+        transposed = {"dispatch": "combine", "combine": "combine_backward"}
         calls = [call.split() for call in reversed(forward)]
         return [
             *forward,
@@ -97,7 +97,7 @@ class MicroBatches:
                 )
         self.calls: list[str] = []
         for buffer in self.buffers:
-            for verb in ("route", "dispatch", "combine"):
+            for verb in ("route", "dispatch", "combine", "combine_backward"):
                 recorded = self._recorded(verb, getattr(buffer.communicator.verbs, verb))
                 setattr(buffer.communicator.verbs, verb, recorded)
 

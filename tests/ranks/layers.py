@@ -113,7 +113,7 @@ class NoisyBlock:
     def make_buffer(self) -> None:
         self.buffer = self.me.buffer(**self.case.sizes())
         backend = self.buffer.communicator.verbs
-        for verb in ("route", "dispatch", "combine"):
+        for verb in ("route", "dispatch", "combine", "combine_backward"):
             setattr(backend, verb, self._counted(verb, getattr(backend, verb)))
 
     def _counted(self, verb: str, call):

@@ -100,7 +100,7 @@ def test_Megatron_4500_gradient_reaches_the_router(world, num_ranks):
 
 
 @pytest.mark.parametrize("bound", [None, "more"])
-@pytest.mark.parametrize("op", ["route", "rows", "dispatch", "combine"])
+@pytest.mark.parametrize("op", ["route", "rows", "dispatch", "combine", "combine_backward"])
 def test_opcheck(alone, op, bound):
     case = replace(TINY, dtype=torch.float32, max_rows=bound)
     buffer = alone.buffer(**case.sizes())
@@ -126,6 +126,7 @@ def test_opcheck(alone, op, bound):
             (rows, None, row_weights, layout, len(x), buffer.topk, buffer.id),
             (rows, None, None, layout, len(x), 0, buffer.id),
         ],
+        "combine_backward": [(x.detach(), rows.detach(), row_weights.detach(), layout, buffer.id)],
         "rows": [(out.handle.required_rows.clone(), buffer.id)],
     }
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -235,7 +236,8 @@ def test_Automodel_3156_recompute_replays_the_layout(world, num_ranks, run, boun
             same_bytes(got[name], want[name], name)
         assert got["forwards"] == 2
         assert got["forward"] == ["route", "dispatch", "combine"]
-        assert sorted(got["backward"]) == ["combine"] * 2 + ["dispatch"] * 2, "routed again"
+        backward = ["combine", "combine", "combine_backward", "dispatch"]
+        assert sorted(got["backward"]) == backward, "routed again"
 
 
 def test_plain_checkpoint_notices_that_the_router_changed(alone):

@@ -89,7 +89,7 @@ class Verb:
         self.weights = torch.rand(shape, generator=generator).to(alone.device)
         getattr(self, wanted.leaf).requires_grad_()
         self.sent: list[str] = []
-        for verb in ("route", "dispatch", "dispatch_fresh", "combine"):
+        for verb in ("route", "dispatch", "dispatch_fresh", "combine", "combine_backward"):
             setattr(self.buffer.communicator.verbs, verb, self._recorded(verb))
 
     def _recorded(self, verb: str) -> Any:
@@ -192,7 +192,7 @@ def test_a_verb_of_a_backward_checks_it_again(alone, wanted, way, monkeypatch):
     loss = made.sum(dtype=torch.float32)
     text = error_of(loss.backward)
     assert re.search("a row and its scales need|rows of .* need|combine sums", text), text
-    backward = "combine" if wanted.verb == "dispatch" else "dispatch"
+    backward = "combine" if wanted.verb == "dispatch" else "combine_backward"
     assert backward not in verb.sent[-1:], "a checkpoint replays the forward, no more"
 
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
 from hybrid_ep import Dispatched
-from hybrid_ep.ops import gradients, rules, verbs
+from hybrid_ep.ops import rules, verbs
 from tests import oracle, targets
 from tests.cases import FP8, Case, params
 from tests.checks import same_bytes
@@ -146,7 +146,7 @@ def test_eager_calls_make_no_ops(alone):
         raise AssertionError("an op was made")
 
     with contextlib.ExitStack() as stack:
-        for op in ("route_op", "dispatch_op", "combine_op"):
+        for op in ("route_op", "dispatch_op", "combine_op", "combine_backward_op"):
             stack.enter_context(mock.patch.object(verbs, op, refuse))
         layer.with_gradients()
 
@@ -159,7 +159,8 @@ def test_a_dispatch_mode_sees_forward_and_backward(alone):
     with Names() as names:
         layer.with_gradients()
     assert names.seen[: len(FORWARD)] == FORWARD
-    assert sorted(names.seen[len(FORWARD) :]) == ["combine"] * 2 + ["dispatch"] * 3
+    backward = ["combine"] * 2 + ["combine_backward"] + ["dispatch"] * 2
+    assert sorted(names.seen[len(FORWARD) :]) == backward
 
 
 def test_a_profile_names_the_ops(alone):
@@ -378,38 +379,3 @@ def test_an_op_checks_what_it_is_given(alone):
         ops.combine(layer.x.int(), None, None, layout, len(layer.x), 0, buffer.id)
     with pytest.raises(ValueError, match="layout_size must be that of the Buffer"):
         ops.combine(layer.x, None, None, layout[1:], len(layer.x), 0, buffer.id)
-
-
-# ---- the gradient of a weighted combine
-
-
-class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that an op made."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        made = func(*args, **(kwargs or {}))
-        for tensor in made if isinstance(made, tuple) else (made,):
-            if isinstance(tensor, Tensor) and not tensor._is_view():
-                self.num_bytes = max(self.num_bytes, tensor.numel() * tensor.element_size())
-        return made
-
-
-def test_weighted_gradient_makes_no_large_copies(alone, monkeypatch):
-    monkeypatch.setattr(gradients, "_PART", 64 * 10)
-    monkeypatch.setattr(verbs, "watched", lambda *tensors: False)  # by Largest, that is
-    rows, grads = torch.randn(2, 105, 64).bfloat16().to(alone.device)
-    weights = torch.rand(105).to(alone.device)
-    rows[3], grads[3] = float("nan"), 0  # padding
-    with torch.enable_grad():
-        want = gradients._weighted_backward(rows, weights, grads)
-    with torch.no_grad(), Largest() as largest:
-        got = gradients._weighted_backward(rows, weights, grads)
-    for mine, wanted in zip(got, want, strict=True):
-        same_bytes(mine, wanted, "in parts")
-    assert got[1][3] == 0
-    assert got[0] is grads, "into the memory of the gradient"
-    assert largest.num_bytes == 64 * 10 * 4

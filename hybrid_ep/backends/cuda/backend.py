@@ -275,6 +275,22 @@ class CudaBackend:
             self._launch(self._runtime.combine, summed, stream)
             return y, home_values
 
+    def combine_backward(
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._turn:
+            stream = self._begin(layout)
+            rows, rows_at, _ = aligned(rows.contiguous())
+            weights = weights.contiguous()
+            num_rows, empty = rows.shape[0], self._allocator()
+            sent = Sent(grad_y, None, None, layout)
+            (grads, _, _), received = sent.make_rows(empty, num_rows)
+            dots = empty((num_rows,), DENSE, float32)
+            received = received[0], address_of(dots), 0, num_rows
+            weighted = rows_at, address_of(weights), SUM_TYPES[rows.dtype]
+            self._launch(self._runtime.combine_backward, sent.fields, received, weighted, stream)
+            return grads, dots
+
     # ---- shared by the verbs
 
     def _begin(self, layout: Tensor | None = None) -> int:

@@ -8,6 +8,7 @@ with it bit by bit, so the places where it adds and where it rounds are part of 
                   (weight * row is rounded to fp32 before it is added), rounded to the payload dtype
     home          y = sum over the ranks of a node in rank order in fp32, rounded; with several
                   nodes, then the sum of those over the nodes, in order, rounded once more
+    gradients     of the weights of a combine: the order of ``row_dots``
 
 Sums start with their first term, not with zero, so that a sum of one row is that row.
 
@@ -49,6 +50,7 @@ from hybrid_ep.backends.torch.layout import (
     sum_slots,
 )
 from hybrid_ep.backends.torch.messages import Messages, tag_of
+from hybrid_ep.backends.torch.row_dots import scale_rows
 from hybrid_ep.backends.torch.sums import gather_or_zero, sum_at_home, sum_in_order
 from hybrid_ep.backends.torch.tensors import as_words, empty, trues_first
 from hybrid_ep.backends.turns import Turn
@@ -387,6 +389,14 @@ class TorchBackend:
         by_place = values.new_zeros((layout.num_tokens, self._shape.topk))
         by_place.index_add_(0, layout.send_tokens, home[0])  # one rank owns each place
         return y, gather_slots(by_place, layout)
+
+    def combine_backward(
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        with self._one_call():
+            read = self._read(layout)
+            grads = self._dispatch(grad_y, None, None, read, rows.shape[0])[0]
+            return grads, scale_rows(grads, rows, weights, read.copy_rows)
 
     # ---- shared by the verbs
 
