@@ -142,6 +142,12 @@ class Fake:
         self.note("combine")
         self.given = {"Summed": summed}
 
+    def combine_backward(
+        self, sent: Fields, received: Fields, weighted: Fields, stream: int
+    ) -> None:
+        self.note("combine_backward")
+        self.given = {"Sent": sent, "Received": received, "Weighted": weighted}
+
     def free_unread_memory(self) -> None:
         self.note("free_unread_memory")
 
