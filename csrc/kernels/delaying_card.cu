@@ -27,6 +27,12 @@ void make(T*& memory, size_t count) {
     check_cuda(cudaMemset(memory, 0, count * sizeof(T)), "queue of puts");
 }
 
+// A kernel is loaded by its first launch, which may wait for kernels that run.
+void load(void (*kernel)(PutQueue)) {
+    cudaFuncAttributes unused{};
+    check_cuda(cudaFuncGetAttributes(&unused, reinterpret_cast<const void*>(kernel)), "the card");
+}
+
 bool is_captured(cudaStream_t stream) {
     cudaStreamCaptureStatus status{};
     return cudaStreamIsCapturing(stream, &status) == cudaSuccess &&
@@ -51,6 +57,8 @@ DelayingCard::DelayingCard(int most_us) {
         for (cudaEvent_t* event : {&fork_, &join_}) {
             check_cuda(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "stream of puts");
         }
+        load(card);
+        load(kernel_is_over);
         check_cuda(cudaDeviceSynchronize(), "queue of puts");
     } catch (...) {
         free_memory();
@@ -75,17 +83,15 @@ void DelayingCard::free_memory() {
 
 PutQueue DelayingCard::queue() { return queue_; }
 
-void DelayingCard::begin(cudaStream_t stream) {
-    if (is_captured(stream)) {
-        check_cuda(cudaEventRecord(fork_, stream), "card beside a captured stream");
-        check_cuda(cudaStreamWaitEvent(beside_, fork_), "card beside a captured stream");
-    }
-    card<<<1, kCardThreads, 0, beside_>>>(queue_);
-    check_cuda(cudaGetLastError(), "launch of the card");
+void DelayingCard::before(cudaStream_t stream) {
+    if (!is_captured(stream)) return;
+    check_cuda(cudaEventRecord(fork_, stream), "card beside a captured stream");
+    check_cuda(cudaStreamWaitEvent(beside_, fork_), "card beside a captured stream");
 }
 
-// The card would not end by itself, so it is told whatever became of the launch.
-void DelayingCard::end(cudaStream_t stream) noexcept {
+// Whatever became of the launch: a card and a kernel that is over go together.
+void DelayingCard::behind(cudaStream_t stream) noexcept {
+    card<<<1, kCardThreads, 0, beside_>>>(queue_);
     kernel_is_over<<<1, 1, 0, stream>>>(queue_);
     if (!is_captured(stream)) return;
     cudaEventRecord(join_, beside_);

@@ -23,10 +23,10 @@ class DelayingCard {
 
     PutQueue queue();
 
-    // Before and after a launch of a kernel that puts. In between the card works beside the stream,
-    // and goes on until all is carried out that the kernel posts.
-    void begin(cudaStream_t stream);
-    void end(cudaStream_t stream) noexcept;
+    // Around the launch of a kernel that puts. The card works beside it, until all is carried out
+    // that the kernel posts; it comes second, as a kernel may be loaded only while nothing waits.
+    void before(cudaStream_t stream);
+    void behind(cudaStream_t stream) noexcept;
 
   private:
     void free_memory();
@@ -40,10 +40,10 @@ class DelayingCard {
 class CardAtWork {
   public:
     CardAtWork(const PutQueue& queue, cudaStream_t stream) : card_(queue.card), stream_(stream) {
-        if (card_ != nullptr) card_->begin(stream_);
+        if (card_ != nullptr) card_->before(stream_);
     }
     ~CardAtWork() {
-        if (card_ != nullptr) card_->end(stream_);
+        if (card_ != nullptr) card_->behind(stream_);
     }
     CardAtWork(const CardAtWork&) = delete;
     CardAtWork& operator=(const CardAtWork&) = delete;
