@@ -18,11 +18,11 @@ namespace py = pybind11;
 using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t>;
 using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
-                             int, int, uintptr_t>;
+                             int, int, uintptr_t, int>;
 using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
 using WeightedTuple = std::tuple<uintptr_t, uintptr_t, int>;
 using SummedTuple = std::tuple<uintptr_t, int64_t, int, int, uintptr_t, uintptr_t, uintptr_t,
-                               uintptr_t, int, uintptr_t>;
+                               uintptr_t, int, uintptr_t, int>;
 
 // A field as Python gives it, for a struct that wants a pointer, an enumerator or the number
 // itself.

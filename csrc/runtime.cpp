@@ -41,16 +41,13 @@ Runtime::Runtime(const RuntimeConfig& config, const Target& target)
     int num_sms = 0;
     check_cuda(cudaDeviceGetAttribute(&num_sms, cudaDevAttrMultiProcessorCount, config.device),
                "number of SMs");
-    const int most = std::min(num_sms, layout::kMaxChannels);
-    config_.num_sms_publish = std::min(config.num_sms_publish, most);
+    most_blocks_ = std::min(num_sms, layout::kMaxChannels);
+    config_.num_sms_publish = std::min(config.num_sms_publish, most_blocks_);
     config_.num_sms_dispatch =
-        std::clamp(config.num_sms_dispatch, kernels_.least_dispatch_blocks, most);
+        std::clamp(config.num_sms_dispatch, kernels_.least_dispatch_blocks, most_blocks_);
     config_.num_sms_combine =
-        std::clamp(config.num_sms_combine, kernels_.least_combine_blocks, most);
+        std::clamp(config.num_sms_combine, kernels_.least_combine_blocks, most_blocks_);
     routing_blocks_ = std::min(context_.world.buffer.num_chunks, 64);
-    num_send_blocks_ = context_.nodes.num_nodes == 1
-                           ? 0
-                           : std::clamp(config.network_channels, 1, config_.num_sms_dispatch - 1);
 
     if (target.owns_memory) {
         memory_ =
@@ -157,7 +154,8 @@ void Runtime::begin_dispatch(const Sent& sent) {
     kernels::DispatchParams& p = begun_ = {};
     p.context = context_.world;
     p.record = {sent.row_bytes, sent.scale_bytes,
-                sent.weights != nullptr ? 4 * p.context.buffer.topk : 0, sent.dtypes};
+                sent.weights != nullptr ? 4 * p.context.buffer.topk : 0,
+                layout::kind_of_call(sent.dtypes, sent.num_sms)};
     p.end_parcel = num_parcels(sent);
     p.copied = {sent.num_tokens};
     p.sent = sent;
@@ -173,20 +171,32 @@ void Runtime::publish_early(bool behind_routing, cudaStream_t stream) {
     begun_.end_parcel = begun_.end_parcel * kEarlyEighths / 8;
     begun_.behind_routing = behind_routing && kernels_.routing_ends_in_assign_rows;
     begun_.num_blocks = config_.num_sms_publish;
+    if (begun_.sent.num_sms > 0) {
+        begun_.num_blocks = std::min(begun_.num_blocks, begun_.sent.num_sms);
+    }
     kernels_.dispatch(context_, begun_, stream);
 }
 
 void Runtime::publish_by_engine(cudaStream_t stream) {
     if (engine_ == nullptr) return;
-    engine_->publish(begun_, config_.num_sms_dispatch, num_dispatches_ + 1, stream);
+    engine_->publish(begun_, sms_of_dispatch(), num_dispatches_ + 1, stream);
+}
+
+// The call's own number, or the Config's.
+int Runtime::sms_of_dispatch() const {
+    const int asked = begun_.sent.num_sms;
+    return asked > 0 ? std::clamp(asked, kernels_.least_dispatch_blocks, most_blocks_)
+                     : config_.num_sms_dispatch;
 }
 
 // The blocks that send, if there are any, come first.
 void Runtime::begin_pull(const Received& received) {
+    const int blocks = sms_of_dispatch();
     begun_.pulls = true;
     begun_.received = received;
-    begun_.first_block = num_send_blocks_;
-    begun_.num_blocks = config_.num_sms_dispatch - num_send_blocks_;
+    begun_.first_block =
+        context_.nodes.num_nodes == 1 ? 0 : std::clamp(config_.network_channels, 1, blocks - 1);
+    begun_.num_blocks = blocks - begun_.first_block;
 }
 
 void Runtime::end_dispatch(const Received& received, cudaStream_t stream) {
@@ -248,7 +258,9 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     kernels::CombineParams p{};
     p.context = context_.world;
     p.summed = summed;
-    p.num_blocks = config_.num_sms_combine;
+    p.num_blocks = summed.num_sms > 0
+                       ? std::clamp(summed.num_sms, kernels_.least_combine_blocks, most_blocks_)
+                       : config_.num_sms_combine;
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
     require_combine(p, config_.inbox_row_bytes);

@@ -108,13 +108,14 @@ class Runtime {
     void begin_dispatch(const Sent& sent);
     void publish_early(bool behind_routing, cudaStream_t stream);
     void publish_by_engine(cudaStream_t stream);
+    int sms_of_dispatch() const;
     void begin_pull(const Received& received);
     void end_dispatch(const Received& received, cudaStream_t stream);
 
     RuntimeConfig config_;
     kernels::Launchers kernels_;
     NodesContext context_;
-    int routing_blocks_, num_send_blocks_;
+    int routing_blocks_, most_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;  // null: it is given
     std::shared_ptr<CallState> calls_;    // also of who waits for mail while it is destroyed
     std::unique_ptr<CopyEngine> engine_;  // null: SMs publish all rows

@@ -147,6 +147,7 @@ class Buffer:
         handle: Handle | None = None,
         max_rows: int | None = None,
         align: int = 1,
+        num_sms: int | None = None,
     ) -> Dispatched:
         """Send every token to the ranks of its experts; differentiable in x and topk_weights.
 
@@ -166,6 +167,9 @@ class Buffer:
                 dropped (the last experts lose theirs first) and ``handle.overflow`` says so. None:
                 M is exact. Like align, of any integer type (numpy's too).
             align: each expert's group of rows is padded with zero rows to a multiple of this.
+            num_sms: SMs that the call may take, equal on all ranks, and its backward: few where
+                something else computes meanwhile, many where all wait. None: those of the Config.
+                The torch backend takes none.
 
         Returns:
             Dispatched: the rows of this rank's experts and the handle that leads home.
@@ -179,7 +183,7 @@ class Buffer:
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
         return ops.dispatch(
-            buffer.communicator, x, topk_idx, topk_weights, scales, handle, max_rows, align
+            buffer.communicator, x, topk_idx, topk_weights, scales, handle, max_rows, align, num_sms
         )
 
     def combine(
@@ -188,6 +192,7 @@ class Buffer:
         handle: Handle,
         *,
         weights: Tensor | None = None,
+        num_sms: int | None = None,
     ) -> Tensor:
         """Bring the experts' rows home and sum them; differentiable in rows and weights.
 
@@ -200,6 +205,7 @@ class Buffer:
             rows: bfloat16, float16 or float32 ``[M, hidden]``, in the order of the dispatch's rows.
             handle: of that dispatch.
             weights: float32 ``[M]``, to make it a weighted sum; usually ``Dispatched.weights``.
+            num_sms: as of ``dispatch``.
 
         Returns:
             Tensor: ``[T, hidden]``, dtype of rows.
@@ -212,7 +218,7 @@ class Buffer:
         """
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
-        return ops.combine(buffer.communicator, rows, handle, weights)
+        return ops.combine(buffer.communicator, rows, handle, weights, num_sms)
 
     # ---- what a user asks a Buffer
 

@@ -35,6 +35,7 @@ struct Sent {
     int dtypes;  // of x and the scales, as a number: peers must have the same
     int num_tokens;
     int32_t* words;  // of its layout
+    int num_sms;     // that the call may take; 0: those of the Config
 };
 
 // Where what it brings goes: a row for each copy of a token and expert, and padding.
@@ -67,6 +68,7 @@ struct Summed {
     float* home_values;             // [T, topk]
     int num_tokens;
     int32_t* words;  // of its layout
+    int num_sms;     // as of Sent
 };
 
 }  // namespace hybrid_ep

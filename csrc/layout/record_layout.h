@@ -5,11 +5,15 @@
 
 namespace hybrid_ep::layout {
 
+// What tells calls of equal sizes apart: the dtypes of row and scales, and the SMs that a call asks
+// for (0: none), which are equal on all ranks.
+HYBRID_EP_HD int kind_of_call(int dtypes, int num_sms) { return dtypes | num_sms << 20; }
+
 struct RecordLayout {
     int row_bytes;     // payload, a multiple of 16
     int scale_bytes;   // 0: no scales
     int weight_bytes;  // 0: no weights, else 4 * topk
-    int dtypes;        // of row and scales: they only tell records apart
+    int kind;          // of the call
 
     HYBRID_EP_HD int scales_offset() const { return row_bytes; }
     HYBRID_EP_HD int weights_offset() const { return row_bytes + round_up(scale_bytes, 16); }
@@ -21,7 +25,7 @@ struct RecordLayout {
     // 16 bits that tell records apart; peers compare them, so that nobody reads another shape.
     HYBRID_EP_HD uint32_t signature() const {
         uint32_t h = uint32_t(row_bytes) * 0x9E3779B1u ^ uint32_t(scale_bytes) * 0x85EBCA77u ^
-                     uint32_t(weight_bytes) * 0xC2B2AE3Du ^ uint32_t(dtypes) * 0x27D4EB2Fu;
+                     uint32_t(weight_bytes) * 0xC2B2AE3Du ^ uint32_t(kind) * 0x27D4EB2Fu;
         return (h ^ (h >> 16)) & 0xFFFFu;
     }
 };

@@ -77,7 +77,8 @@ class Deadline {
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.timeout);
         if (verdict == 0 && !too_late) return true;
-        const int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
+        int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
+        if (peer == context_.world.rank) peer = wait.peer;  // who waited for me in vain
         const FaultKind kind = verdict != 0 ? FaultKind::kAwaitedInVain : FaultKind::kTimeout;
         report_fault(watch, kind, wait.phase, peer, wait.channel, wait.call, last_call(wait) << 16);
         return false;

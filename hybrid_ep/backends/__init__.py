@@ -30,6 +30,7 @@ class Backend(Protocol):
 
     name: str
     layout_size: int
+    sms_of_a_call: tuple[int, int | None]  # at least, at most
     last_call: int  # by which layouts are told apart; the backend of a restore() goes on from it
 
     def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
@@ -44,10 +45,12 @@ class Backend(Protocol):
         layout: Tensor,
         *,
         num_rows: int | None,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Move ``x [T, H]``, float32 ``weights [T, K]`` and ``scales [T, S]`` into rows.
 
         ``num_rows`` None means: as many as the layout needs, which may make the host wait.
+        ``num_sms``, of each verb, is equal on all ranks; 0 means: that of the Config.
         """
         ...
 
@@ -60,6 +63,7 @@ class Backend(Protocol):
         *,
         max_rows: int | None,
         align: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor | None, ...]:
         """What route returns, then what dispatch does.
 
@@ -75,6 +79,7 @@ class Backend(Protocol):
         layout: Tensor,
         *,
         num_tokens: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum ``rows [M, H]``, weighted by float32 ``weights [M]``, at home: ``[T, H]``.
 
@@ -84,7 +89,7 @@ class Backend(Protocol):
         ...
 
     def combine_backward(
-        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, *, num_sms: int = 0
     ) -> tuple[Tensor, Tensor]:
         """The gradients ``[M, H]`` of ``rows`` and ``[M]`` of ``weights`` of such a combine.
 

@@ -36,6 +36,7 @@ def dispatch(
     handle: Handle | None,
     max_rows: int | None,
     align: int,
+    num_sms: int | None,
 ) -> Dispatched:
     """See ``Buffer.dispatch``."""
     if (handle is None) == (topk_idx is None):
@@ -43,12 +44,13 @@ def dispatch(
             "dispatch takes either topk_idx or a handle to replay, got "
             + ("neither" if handle is None else "both")
         )
+    num_sms = rules.check_num_sms(communicator, "dispatch", num_sms)
     if handle is None:
         max_rows, align = rules.check_route(communicator, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
         rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
         layout, counts, offsets, required, rows, weights, row_scales = _route_and_dispatch(
-            communicator, topk_idx, x, topk_weights, _constant(scales), max_rows, align
+            communicator, topk_idx, x, topk_weights, _constant(scales), max_rows, align, num_sms
         )
         num_rows = rows.shape[0]
         handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
@@ -61,7 +63,7 @@ def dispatch(
         num_tokens = handle.num_tokens
         rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
         inputs = x, topk_weights, _constant(scales), handle.layout, num_tokens, handle.num_rows
-        rows, weights, row_scales = _dispatch(communicator, *inputs)
+        rows, weights, row_scales = _dispatch(communicator, *inputs, num_sms)
     return Dispatched(
         rows,
         None if topk_weights is None else weights,
@@ -73,9 +75,14 @@ def dispatch(
 
 
 def combine(
-    communicator: Communicator, rows: Tensor, handle: Handle, weights: Tensor | None
+    communicator: Communicator,
+    rows: Tensor,
+    handle: Handle,
+    weights: Tensor | None,
+    num_sms: int | None,
 ) -> Tensor:
     """See ``Buffer.combine``."""
+    num_sms = rules.check_num_sms(communicator, "combine", num_sms)
     rules.check_handle(communicator, handle)
     rules.check_combine(communicator, rows, weights)
     if rows.shape[0] != handle.num_rows:
@@ -84,7 +91,7 @@ def combine(
         )
     handle = _for_autograd(handle)
     num_tokens, topk = handle.num_tokens, communicator.shape.topk
-    inputs = rows, weights, None, handle.layout, num_tokens, topk, communicator.id
+    inputs = rows, weights, None, handle.layout, num_tokens, topk, num_sms, communicator.id
     if verbs.watched(rows, weights, handle.layout):
         return verbs.combine_op(*inputs, forward_order(communicator.device))[0]
     wanted = gradients.needs_grad(rows, weights)
@@ -100,6 +107,7 @@ def _route_and_dispatch(
     scales: Tensor | None,
     max_rows: int | None,
     align: int,
+    num_sms: int,
 ) -> tuple[Tensor | None, ...]:
     """The fields of ``backends.Route``, and then what dispatch gives.
 
@@ -113,15 +121,16 @@ def _route_and_dispatch(
         if max_rows is None and order is not None:
             num_rows = verbs.rows_op(made[3], communicator.id).shape[0]
         num_tokens = topk_idx.shape[0]
-        return *made, *_dispatch(communicator, x, weights, scales, made[0], num_tokens, num_rows)
+        inputs = x, weights, scales, made[0], num_tokens, num_rows, num_sms
+        return *made, *_dispatch(communicator, *inputs)
     rules.check_experts(communicator, topk_idx)
     if gradients.needs_grad(x, weights):
         made = []
-        inputs = x, weights, scales, topk_idx, max_rows, align, communicator, made
+        inputs = x, weights, scales, topk_idx, max_rows, align, num_sms, communicator, made
         moved = gradients.apply_dispatch_fresh(*inputs)
         return *made, *moved
     return communicator.verbs.dispatch_fresh(
-        topk_idx, x, weights, scales, max_rows=max_rows, align=align
+        topk_idx, x, weights, scales, max_rows=max_rows, align=align, num_sms=num_sms
     )
 
 
@@ -133,9 +142,10 @@ def _dispatch(
     layout: Tensor,
     num_tokens: int,
     num_rows: int | None,
+    num_sms: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Rows, and their weights and scales, by a layout."""
-    inputs = x, weights, scales, layout, num_tokens, num_rows, communicator.id
+    inputs = x, weights, scales, layout, num_tokens, num_rows, num_sms, communicator.id
     if verbs.watched(x, weights, scales, layout):
         return verbs.dispatch_op(*inputs, forward_order(communicator.device))
     wanted = gradients.needs_grad(x, weights)

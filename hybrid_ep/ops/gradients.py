@@ -27,7 +27,7 @@ def needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _save_dispatch(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    _, weights, _, layout, ctx.num_tokens, _, ctx.buffer_id = inputs
+    _, weights, _, layout, ctx.num_tokens, _, ctx.num_sms, ctx.buffer_id = inputs
     ctx.save_for_backward(layout)
     ctx.with_weights = weights is not None
     if output[2] is not None:  # whatever the dtype of scales
@@ -47,7 +47,7 @@ def _dispatch_backward(
     return (
         grad_x if ctx.needs_input_grad[0] else None,
         grad_topk if ctx.with_weights else None,
-        *(None,) * 5,
+        *(None,) * 6,
     )
 
 
@@ -55,18 +55,21 @@ def _bring_back(
     ctx: Any, rows: Tensor, values: Tensor | None, layout: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A combine of gradients, for the inputs of a dispatch."""
-    num_tokens, buffer_id = ctx.num_tokens, ctx.buffer_id
+    num_tokens, num_sms, buffer_id = ctx.num_tokens, ctx.num_sms, ctx.buffer_id
     if verbs.watched(rows, values, layout):
         topk = 0 if values is None else _topk(ctx)
         order = backward_order(ctx, rows)
-        return verbs.combine_op(rows, None, values, layout, num_tokens, topk, buffer_id, order)
+        inputs = rows, None, values, layout, num_tokens, topk, num_sms, buffer_id
+        return verbs.combine_op(*inputs, order)
     communicator = find(buffer_id)
     if rows.dtype not in communicator.two_way_dtypes:
         rules.check_inbox(communicator, rows)
     if not needs_grad(rows, values):
-        return communicator.verbs.combine(rows, None, values, layout, num_tokens=num_tokens)
+        sizes = {"num_tokens": num_tokens, "num_sms": num_sms}
+        return communicator.verbs.combine(rows, None, values, layout, **sizes)
     rules.check_combine_gradient(communicator, rows, values)
-    return apply_combine(rows, None, values, layout, num_tokens, communicator.shape.topk, buffer_id)
+    topk = communicator.shape.topk
+    return apply_combine(rows, None, values, layout, num_tokens, topk, num_sms, buffer_id)
 
 
 def _topk(ctx: Any) -> int:
@@ -75,7 +78,7 @@ def _topk(ctx: Any) -> int:
 
 
 def _save_combine(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
-    rows, weights, values, layout, _, _, ctx.buffer_id = inputs
+    rows, weights, values, layout, _, _, ctx.num_sms, ctx.buffer_id = inputs
     ctx.with_values = values is not None
     ctx.num_rows = rows.shape[0]
     # without weights the rows are not needed again and may be freed by the caller
@@ -97,7 +100,7 @@ def _combine_backward(
             grad_values = sent
         if weighted:
             grad_rows, grad_weights = _scale(*weighted, grad_rows)
-    return grad_rows, grad_weights, grad_values, *(None,) * 4
+    return grad_rows, grad_weights, grad_values, *(None,) * 5
 
 
 def _can_scale(ctx: Any, grad_y: Tensor) -> bool:
@@ -110,7 +113,7 @@ def _send_back_weighted(
     ctx: Any, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
 ) -> tuple[Tensor, Tensor]:
     """A dispatch of gradients that multiplies each by its row's weight and its row."""
-    inputs = grad_y, rows, weights, layout, ctx.buffer_id
+    inputs = grad_y, rows, weights, layout, ctx.num_sms, ctx.buffer_id
     if verbs.watched(grad_y, rows, weights, layout):
         return verbs.combine_backward_op(*inputs, backward_order(ctx, grad_y))
     communicator = find(ctx.buffer_id)
@@ -123,7 +126,8 @@ def _send_back(
     ctx: Any, grad_y: Tensor, grad_home: Tensor | None, layout: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """A dispatch of gradients, for the inputs of a combine."""
-    inputs = grad_y, grad_home, None, layout, grad_y.shape[0], ctx.num_rows, ctx.buffer_id
+    sizes = grad_y.shape[0], ctx.num_rows, ctx.num_sms
+    inputs = grad_y, grad_home, None, layout, *sizes, ctx.buffer_id
     if verbs.watched(grad_y, grad_home, layout):
         return verbs.dispatch_op(*inputs, backward_order(ctx, grad_y))[:2]
     communicator = find(ctx.buffer_id)
@@ -182,14 +186,15 @@ class _DispatchFresh(torch.autograd.Function):
         topk_idx: Tensor,
         max_rows: int | None,
         align: int,
+        num_sms: int,
         communicator: Communicator,
         made: list[Tensor],
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         output = communicator.verbs.dispatch_fresh(
-            topk_idx, x, weights, scales, max_rows=max_rows, align=align
+            topk_idx, x, weights, scales, max_rows=max_rows, align=align, num_sms=num_sms
         )
         made.extend(output[:4])
-        inputs = (x, weights, scales, made[0], x.shape[0], max_rows, communicator.id)
+        inputs = (x, weights, scales, made[0], x.shape[0], max_rows, num_sms, communicator.id)
         _save_dispatch(ctx, inputs, output[4:])
         return output[4:]
 

@@ -67,6 +67,22 @@ def check_route(
     return bound, align
 
 
+def check_num_sms(communicator: Communicator, verb: str, num_sms: int | None) -> int:
+    """The SMs that a call may take; 0 for those of the Config.
+
+    A dispatch and a combine obey the same bounds, as each is the backward of the other.
+    """
+    if num_sms is None:
+        return 0
+    if isinstance(num_sms, bool) or not isinstance(num_sms, int):
+        num_sms = as_integer("num_sms", num_sms, 1)
+    least, most = communicator.backend.sms_of_a_call
+    if num_sms < least or (most is not None and num_sms > most):
+        bound = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"num_sms of a {verb} must be {bound}, got {num_sms}")
+    return num_sms
+
+
 def check_experts(communicator: Communicator, topk_idx: Tensor) -> None:
     """The experts themselves, on the CPU; on a GPU the kernels look at them."""
     if topk_idx.device.type != "cpu" or topk_idx.numel() == 0:

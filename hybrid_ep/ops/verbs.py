@@ -1,8 +1,9 @@
 """Route, dispatch and combine of a Communicator: at once, and as ops of torch.
 
 What a verb does is written once, for both. The arguments are the same, but that an op cannot return
-None: an optional tensor that is absent comes back empty from it. An op costs the host some ten
-microseconds more than a call, so ops are for those who look at them: ``watched``.
+None: an optional tensor that is absent comes back empty from it. ``num_sms`` 0 means: the Config's.
+An op costs the host some ten microseconds more than a call, so ops are for those who look at them:
+``watched``.
 """
 
 from __future__ import annotations
@@ -58,10 +59,12 @@ def dispatch_now(
     layout: Tensor,
     num_tokens: int,
     num_rows: int | None,
+    num_sms: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Move tokens into the rows of their experts."""
-    return find(buffer_id).verbs.dispatch(x, weights, scales, layout, num_rows=num_rows)
+    verbs = find(buffer_id).verbs
+    return verbs.dispatch(x, weights, scales, layout, num_rows=num_rows, num_sms=num_sms)
 
 
 def combine_now(
@@ -71,17 +74,21 @@ def combine_now(
     layout: Tensor,
     num_tokens: int,
     topk: int,
+    num_sms: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor | None]:
     """Sum rows at the source of their tokens; ``values``, one per row, return unsummed."""
-    return find(buffer_id).verbs.combine(rows, weights, values, layout, num_tokens=num_tokens)
+    verbs = find(buffer_id).verbs
+    sizes = {"num_tokens": num_tokens, "num_sms": num_sms}
+    return verbs.combine(rows, weights, values, layout, **sizes)
 
 
 def combine_backward_now(
-    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, buffer_id: int
+    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, num_sms: int, buffer_id: int
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the rows and weights of a weighted combine."""
-    return find(buffer_id).verbs.combine_backward(grad_y, rows, weights, layout)
+    verbs = find(buffer_id).verbs
+    return verbs.combine_backward(grad_y, rows, weights, layout, num_sms=num_sms)
 
 
 # ---- as ops, which any program may call, so they check the rules themselves
@@ -125,8 +132,9 @@ def _fake_rows(required_rows: Tensor, buffer_id: int) -> Tensor:
 
 
 def _run_dispatch(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-    x, weights, scales, layout, num_tokens, _, buffer_id = inputs
+    x, weights, scales, layout, num_tokens, _, num_sms, buffer_id = inputs
     communicator = find(buffer_id)
+    rules.check_num_sms(communicator, "dispatch", num_sms or None)
     rules.check_dispatch(communicator, x, weights, scales, num_tokens)
     rules.check_sizes(communicator, layout_size=layout.shape[0])
     rows, row_weights, row_scales = dispatch_now(*inputs)
@@ -144,6 +152,7 @@ def _fake_dispatch(
     layout: Tensor,
     num_tokens: int,
     num_rows: int | None,
+    num_sms: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if num_rows is None:
@@ -156,8 +165,9 @@ def _fake_dispatch(
 
 
 def _run_combine(*inputs: Any) -> tuple[Tensor, Tensor]:
-    rows, weights, values, layout, _, topk, buffer_id = inputs
+    rows, weights, values, layout, _, topk, num_sms, buffer_id = inputs
     communicator = find(buffer_id)
+    rules.check_num_sms(communicator, "combine", num_sms or None)
     rules.check_combine(communicator, rows, weights)
     used_topk = None if values is None else topk
     rules.check_sizes(communicator, topk=used_topk, layout_size=layout.shape[0])
@@ -172,6 +182,7 @@ def _fake_combine(
     layout: Tensor,
     num_tokens: int,
     topk: int,
+    num_sms: int,
     buffer_id: int,
 ) -> tuple[Tensor, Tensor]:
     return (
@@ -183,8 +194,9 @@ def _fake_combine(
 
 
 def _run_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
-    grad_y, rows, weights, layout, buffer_id = inputs
+    grad_y, rows, weights, layout, num_sms, buffer_id = inputs
     communicator = find(buffer_id)
+    rules.check_num_sms(communicator, "dispatch", num_sms or None)
     rules.check_combine(communicator, rows, weights)
     rules.check_combine_backward(communicator, grad_y, rows)
     rules.check_sizes(communicator, layout_size=layout.shape[0])
@@ -192,7 +204,7 @@ def _run_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
 
 
 def _fake_combine_backward(
-    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, buffer_id: int
+    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, num_sms: int, buffer_id: int
 ) -> tuple[Tensor, Tensor]:
     # contiguous, whatever the strides of the inputs
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
@@ -212,7 +224,7 @@ rows_op = registration.define_unordered(
 dispatch_op = registration.define(
     "dispatch",
     "Tensor x, Tensor? weights, Tensor? scales, Tensor layout, SymInt num_tokens, "
-    "SymInt? num_rows, SymInt buffer_id",
+    "SymInt? num_rows, SymInt num_sms, SymInt buffer_id",
     "(Tensor, Tensor, Tensor)",
     run=_run_dispatch,
     fake=_fake_dispatch,
@@ -220,7 +232,7 @@ dispatch_op = registration.define(
 combine_op = registration.define(
     "combine",
     "Tensor rows, Tensor? weights, Tensor? values, Tensor layout, SymInt num_tokens, "
-    "SymInt topk, SymInt buffer_id",
+    "SymInt topk, SymInt num_sms, SymInt buffer_id",
     "(Tensor, Tensor)",
     run=_run_combine,
     fake=_fake_combine,
@@ -228,7 +240,7 @@ combine_op = registration.define(
 
 combine_backward_op = registration.define(
     "combine_backward",
-    "Tensor grad_y, Tensor rows, Tensor weights, Tensor layout, SymInt buffer_id",
+    "Tensor grad_y, Tensor rows, Tensor weights, Tensor layout, SymInt num_sms, SymInt buffer_id",
     "(Tensor, Tensor)",
     run=_run_combine_backward,
     fake=_fake_combine_backward,

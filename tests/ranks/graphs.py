@@ -24,8 +24,11 @@ def replay(me: Rank, case: Case, seeds: list[int]) -> list[dict[str, torch.Tenso
 
     def step() -> dict[str, torch.Tensor]:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, max_rows=max_rows)
-        y = hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights)
-        return {"rows": out.rows, "weights": out.weights, "counts": out.counts, "y": y}
+        leaves = [tensor.detach().requires_grad_() for tensor in (out.rows, out.weights)]
+        y = hybrid_ep.combine(buffer, leaves[0], out.handle, weights=leaves[1], num_sms=8)
+        of_rows, of_weights = torch.autograd.grad(y, leaves, x)
+        made = {"rows": out.rows, "weights": out.weights, "counts": out.counts, "y": y.detach()}
+        return made | {"gradient of rows": of_rows, "gradient of weights": of_weights}
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -167,6 +167,21 @@ def mix_dtypes(me: Rank, verb: str) -> str:
     return str(error)
 
 
+def mix_num_sms(me: Rank, verb: str) -> str:
+    """The last rank asks for another number of SMs."""
+    call = mistakes.Call(me)
+    asked = {"num_sms": 4 if me.rank < me.num_ranks - 1 else 5}
+    calls = {
+        "dispatch": lambda: call.dispatch(**asked),
+        "dispatch_bounded": lambda: call.dispatch(max_rows=64, **asked),
+        "replay": lambda: hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle, **asked),
+        "combine": lambda: call.combine(**asked),
+    }
+    error = raised(lambda: (calls[verb](), look_for_a_fault(me, call.buffer)))
+    call.buffer.destroy()
+    return str(error)
+
+
 # ---- a peer that died before the call
 
 

@@ -118,15 +118,17 @@ def test_opcheck(alone, op, bound):
     arguments = {
         "route": [(topk_idx, bound, 1, *sizes, buffer.id)],
         "dispatch": [
-            (x, weights, None, layout, len(x), bound, buffer.id),
-            (x, None, None, layout, len(x), bound, buffer.id),
+            (x, weights, None, layout, len(x), bound, 0, buffer.id),
+            (x, None, None, layout, len(x), bound, 4, buffer.id),
         ],
         "combine": [
-            (rows, row_weights, None, layout, len(x), 0, buffer.id),
-            (rows, None, row_weights, layout, len(x), buffer.topk, buffer.id),
-            (rows, None, None, layout, len(x), 0, buffer.id),
+            (rows, row_weights, None, layout, len(x), 0, 0, buffer.id),
+            (rows, None, row_weights, layout, len(x), buffer.topk, 0, buffer.id),
+            (rows, None, None, layout, len(x), 0, 0, buffer.id),
         ],
-        "combine_backward": [(x.detach(), rows.detach(), row_weights.detach(), layout, buffer.id)],
+        "combine_backward": [
+            (x.detach(), rows.detach(), row_weights.detach(), layout, 0, buffer.id)
+        ],
         "rows": [(out.handle.required_rows.clone(), buffer.id)],
     }
     tests = ["test_schema", "test_autograd_registration", "test_faketensor"]

@@ -152,8 +152,8 @@ def test_an_op_that_is_called_directly_checks_the_rules(alone):
     layout, buffer_id = combine.handle.layout, combine.buffer.id
     op = torch.ops.hybrid_ep.combine_backward
     with pytest.raises(ValueError, match="grad_y must have shape"):
-        op(combine.grad_y.float(), combine.rows, combine.weights, layout, buffer_id)
+        op(combine.grad_y.float(), combine.rows, combine.weights, layout, 0, buffer_id)
     with pytest.raises(ValueError, match="weights must have shape"):
-        op(combine.grad_y, combine.rows, combine.weights[1:], layout, buffer_id)
+        op(combine.grad_y, combine.rows, combine.weights[1:], layout, 0, buffer_id)
     with pytest.raises(ValueError, match="layout_size must be that of the Buffer"):
-        op(combine.grad_y, combine.rows, combine.weights, layout[1:], buffer_id)
+        op(combine.grad_y, combine.rows, combine.weights, layout[1:], 0, buffer_id)

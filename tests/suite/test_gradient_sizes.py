@@ -114,9 +114,9 @@ class Verb:
         handle, ops = self.handle, torch.ops.hybrid_ep
         layout, num_tokens, buffer_id = handle.layout, handle.num_tokens, self.buffer.id
         if self.name == "combine":
-            return ops.combine(payload, weights, None, layout, num_tokens, 0, buffer_id)[0]
+            return ops.combine(payload, weights, None, layout, num_tokens, 0, 0, buffer_id)[0]
         num_rows = handle.num_rows
-        return ops.dispatch(payload, weights, None, layout, num_tokens, num_rows, buffer_id)[0]
+        return ops.dispatch(payload, weights, None, layout, num_tokens, num_rows, 0, buffer_id)[0]
 
 
 def as_op(verb: Verb) -> Tensor:

@@ -259,7 +259,7 @@ def scale_ways(alone, case: Case) -> dict[str, Callable[..., Dispatched]]:
         return torch.compile(fresh, backend="aot_eager", fullgraph=True)(*inputs)
 
     def direct(*inputs: Tensor) -> Dispatched:
-        sizes = handle.num_tokens, handle.num_rows, buffer.id
+        sizes = handle.num_tokens, handle.num_rows, 0, buffer.id
         sent = torch.ops.hybrid_ep.dispatch(*inputs, handle.layout, *sizes)
         return Dispatched(*sent, handle.counts, handle.offsets, handle)
 
@@ -370,12 +370,12 @@ def test_an_op_checks_what_it_is_given(alone):
     sizes = buffer.num_local_experts, buffer.layout_size
     layout = hybrid_ep.dispatch(buffer, layer.x, layer.topk_idx).handle.layout
     with pytest.raises(ValueError, match="x must have as many tokens"):
-        ops.dispatch(layer.x, None, None, layout, 1, None, buffer.id)
+        ops.dispatch(layer.x, None, None, layout, 1, None, 0, buffer.id)
     with pytest.raises(ValueError, match="topk_idx must be int16"):
         ops.route(layer.topk_idx.float(), None, 1, *sizes, buffer.id)
     with pytest.raises(ValueError, match="experts must be that of the Buffer"):
         ops.route(layer.topk_idx, None, 1, sizes[0] + 1, sizes[1], buffer.id)
     with pytest.raises(ValueError, match="combine sums"):
-        ops.combine(layer.x.int(), None, None, layout, len(layer.x), 0, buffer.id)
+        ops.combine(layer.x.int(), None, None, layout, len(layer.x), 0, 0, buffer.id)
     with pytest.raises(ValueError, match="layout_size must be that of the Buffer"):
-        ops.combine(layer.x, None, None, layout[1:], len(layer.x), 0, buffer.id)
+        ops.combine(layer.x, None, None, layout[1:], len(layer.x), 0, 0, buffer.id)

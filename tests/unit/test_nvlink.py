@@ -411,7 +411,7 @@ ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
     "other_sizes": (
         (9, 4, 1, 76),
         (9, 4, 1, 77),
-        "the peer makes this call with other sizes or dtypes",
+        "the peer makes this call with other sizes, dtypes or num_sms",
     ),
 }
 

@@ -39,7 +39,7 @@ struct CombineCall {
 
     __device__ layout::RecordLayout record() const {
         return {p.summed.row_bytes, 0, p.summed.values != nullptr ? c.nodes.buffer.topk * 4 : 0,
-                int(p.summed.type)};
+                layout::kind_of_call(int(p.summed.type), p.summed.num_sms)};
     }
     __device__ uint64_t value() const { return flag_value(call, record().signature()); }
     __device__ layout::SlotUse slot_use(int chunk) const { return c.nodes.slot_use(call, chunk); }

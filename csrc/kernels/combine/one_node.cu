@@ -24,7 +24,7 @@ constexpr int kMostPushers = 22;
 
 __host__ __device__ uint32_t signature(const CombineParams& p) {
     return layout::RecordLayout{p.summed.row_bytes, 0, p.summed.values != nullptr ? 4 : 0,
-                                int(p.summed.type)}
+                                layout::kind_of_call(int(p.summed.type), p.summed.num_sms)}
         .signature();
 }
 

@@ -32,7 +32,12 @@ class Sent:
     __slots__ = ("_kept", "_scales", "_weighted", "_x", "fields")
 
     def __init__(
-        self, x: Tensor, weights: Tensor | None, scales: Tensor | None, layout: Tensor
+        self,
+        x: Tensor,
+        weights: Tensor | None,
+        scales: Tensor | None,
+        layout: Tensor,
+        num_sms: int,
     ) -> None:
         x, address, x_stride = aligned(x)
         num_tokens, hidden = x.shape
@@ -63,6 +68,7 @@ class Sent:
             dtypes,
             num_tokens,
             layout.data_ptr(),
+            num_sms,
         )
 
     def make_rows(

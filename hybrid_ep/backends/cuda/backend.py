@@ -76,6 +76,7 @@ class CudaBackend:
         told = settings.runtime_settings(shape, group, config, **numbers)
         self._memory = make_memory(shape, group, config, told)
         self.name = self._memory.name
+        self.sms_of_a_call = self._memory.least_sms, most_sms
         self._runtime = self._memory.runtime
         self.layout_size = self._runtime.handle_words
         # done once, when the backend is destroyed or dropped; not at the program's end
@@ -173,10 +174,11 @@ class CudaBackend:
         layout: Tensor,
         *,
         num_rows: int | None,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with self._turn:
             stream = self._begin(layout)
-            sent = Sent(x, weights, scales, layout)
+            sent = Sent(x, weights, scales, layout, num_sms)
             if num_rows is None:
                 return self._move_exactly(sent, layout, stream)
             moved, received = sent.make_rows(self._allocator(), num_rows)
@@ -192,6 +194,7 @@ class CudaBackend:
         *,
         max_rows: int | None,
         align: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor | None, ...]:
         with self._turn:
             stream = self._begin()
@@ -202,7 +205,7 @@ class CudaBackend:
             sizes = empty((2 * experts + 2,), DENSE, int32)
             at = sizes.data_ptr()
             new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
-            sent = Sent(x, weights, scales, layout)
+            sent = Sent(x, weights, scales, layout, num_sms)
             if max_rows is None:
                 moved = self._move_exactly(sent, layout, stream, (choices, new_layout))
             else:
@@ -249,6 +252,7 @@ class CudaBackend:
         layout: Tensor,
         *,
         num_tokens: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         with self._turn:
             stream = self._begin(layout)
@@ -271,19 +275,20 @@ class CudaBackend:
                 address_of(home_values),
                 num_tokens,
                 layout.data_ptr(),
+                num_sms,
             )
             self._launch(self._runtime.combine, summed, stream)
             return y, home_values
 
     def combine_backward(
-        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, *, num_sms: int = 0
     ) -> tuple[Tensor, Tensor]:
         with self._turn:
             stream = self._begin(layout)
             rows, rows_at, _ = aligned(rows.contiguous())
             weights = weights.contiguous()
             num_rows, empty = rows.shape[0], self._allocator()
-            sent = Sent(grad_y, None, None, layout)
+            sent = Sent(grad_y, None, None, layout, num_sms)
             (grads, _, _), received = sent.make_rows(empty, num_rows)
             dots = empty((num_rows,), DENSE, float32)
             received = received[0], address_of(dots), 0, num_rows
@@ -349,7 +354,7 @@ class CudaBackend:
 def _difference(theirs: int, mine: int, base: int) -> str:
     """In words, what two announcements of one verb say (csrc/layout/announcement.h)."""
     if mine == 0:  # a flag tells less
-        return "the peer makes this call with other sizes or dtypes"
+        return "the peer makes this call with other sizes, dtypes or num_sms"
     phases = [_PHASES[word >> 16 & 3] for word in (theirs, mine)]
     routes = [(word >> 18) - base & _ROUTES for word in (theirs, mine)]
     if phases[0] != phases[1]:
@@ -359,4 +364,4 @@ def _difference(theirs: int, mine: int, base: int) -> str:
             f"the peer makes this call with another layout: that of route {routes[0]}, and here "
             f"it is that of route {routes[1]}"
         )
-    return "the peer makes this call with other sizes or dtypes"
+    return "the peer makes this call with other sizes, dtypes or num_sms"

@@ -42,6 +42,7 @@ class Memory:
     """
 
     name = "nvlink"
+    least_sms = 1  # of a call
 
     def __init__(
         self, shape: Shape, group: Group, config: Config, settings: dict[str, Any]

@@ -27,8 +27,9 @@ _SIZES = {  # of a phase, in the order in which ranks tell them to each other
         "bytes of weights per token",
         "the dtype of x",
         "the dtype of scales",
+        "num_sms",
     ),
-    "combine": ("bytes per row", "the dtype of rows", "values beside the rows"),
+    "combine": ("bytes per row", "the dtype of rows", "values beside the rows", "num_sms"),
 }
 _COMMON = 5  # words before the sizes: phase, Buffer, call, and who made the layout
 _MOST_SIZES = max(map(len, _SIZES.values()))
@@ -123,16 +124,19 @@ class Calls:
         return self.exchange.send(picked, counts, back, phase=phase, call=self.last)
 
 
-def dispatch_sizes(x: Tensor, scales: Tensor | None, weights: Tensor | None) -> tuple[int, ...]:
-    """Bytes per token of each, 0 for None; and the dtypes that are free."""
+def dispatch_sizes(
+    x: Tensor, scales: Tensor | None, weights: Tensor | None, num_sms: int
+) -> tuple[int, ...]:
+    """Bytes per token of each, 0 for None; the dtypes that are free; what the user asks for."""
     widths = (0 if t is None else t.shape[1] * t.element_size() for t in (x, scales, weights))
-    return *widths, _number_of(x.dtype), 0 if scales is None else _number_of(scales.dtype)
+    dtypes = _number_of(x.dtype), 0 if scales is None else _number_of(scales.dtype)
+    return *widths, *dtypes, num_sms
 
 
-def combine_sizes(rows: Tensor, values: Tensor | None) -> tuple[int, ...]:
-    """Bytes per row, the dtype, and whether values go along."""
+def combine_sizes(rows: Tensor, values: Tensor | None, num_sms: int) -> tuple[int, ...]:
+    """Bytes per row, the dtype, whether values go along, and what the user asks for."""
     row_bytes = rows.shape[1] * rows.element_size()
-    return row_bytes, _number_of(rows.dtype), int(values is not None)
+    return row_bytes, _number_of(rows.dtype), int(values is not None), num_sms
 
 
 def _number_of(dtype: torch.dtype) -> int:

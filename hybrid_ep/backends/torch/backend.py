@@ -71,6 +71,7 @@ class TorchBackend:
     """
 
     name = "torch"
+    sms_of_a_call = (1, None)
 
     def __init__(
         self, shape: Shape, group: Group, config: Config, *, number: int, last_call: int = 0
@@ -220,9 +221,10 @@ class TorchBackend:
         layout: Tensor,
         *,
         num_rows: int | None,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         with self._one_call():
-            return self._dispatch(x, weights, scales, self._read(layout), num_rows)
+            return self._dispatch(x, weights, scales, self._read(layout), num_rows, num_sms)
 
     def dispatch_fresh(
         self,
@@ -233,17 +235,18 @@ class TorchBackend:
         *,
         max_rows: int | None,
         align: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor | None, ...]:
         with self._one_call():
             # what ranks publish for each other needs an exchange of its own
             following = ()
             if self._carrier.is_nccl:
                 tables = [t if t is None else as_words(t) for t in (x, scales)]
-                following = dispatch_sizes(x, scales, weights), tables
+                following = dispatch_sizes(x, scales, weights, num_sms), tables
             fresh = self._route(topk_idx, max_rows, align, *following)
             if not fresh.goes_on:
                 self._send_experts(fresh)
-            moved = self._dispatch(x, weights, scales, fresh.layout, max_rows, fresh)
+            moved = self._dispatch(x, weights, scales, fresh.layout, max_rows, num_sms, fresh)
             return *fresh.made(), *moved
 
     def _dispatch(
@@ -253,6 +256,7 @@ class TorchBackend:
         scales: Tensor | None,
         layout: Layout,
         num_rows: int | None,
+        num_sms: int,
         fresh: Fresh | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Rows of a ``fresh`` route are assigned here, once the tokens are on their way."""
@@ -263,7 +267,7 @@ class TorchBackend:
             tables = self._send_with_experts(fresh, by_place)
         else:
             tables = [None if t is None else as_words(t) for t in (x, scales, by_place)]
-            sizes = dispatch_sizes(x, scales, weights)
+            sizes = dispatch_sizes(x, scales, weights, num_sms)
             tables, sees_all = self._tell_and_send(tables, sizes, layout)
 
         if fresh is None:
@@ -360,14 +364,21 @@ class TorchBackend:
         layout: Tensor,
         *,
         num_tokens: int,
+        num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         with self._one_call():
-            return self._combine(rows, weights, values, self._read(layout))
+            sizes = combine_sizes(rows, values, num_sms)
+            return self._combine(rows, weights, values, self._read(layout), sizes)
 
     def _combine(
-        self, rows: Tensor, weights: Tensor | None, values: Tensor | None, layout: Layout
+        self,
+        rows: Tensor,
+        weights: Tensor | None,
+        values: Tensor | None,
+        layout: Layout,
+        sizes: tuple[int, ...],
     ) -> tuple[Tensor, Tensor | None]:
-        words = self._calls.describe("combine", combine_sizes(rows, values), layout)
+        words = self._calls.describe("combine", sizes, layout)
         told = self._calls.tell("combine", words)
         num_terms = layout.row_terms or count_terms(layout.copy_rows).tolist()
         sums = [sum_in_order(rows, layout.copy_rows, num_terms, weights)]
@@ -391,11 +402,11 @@ class TorchBackend:
         return y, gather_slots(by_place, layout)
 
     def combine_backward(
-        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor
+        self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, *, num_sms: int = 0
     ) -> tuple[Tensor, Tensor]:
         with self._one_call():
             read = self._read(layout)
-            grads = self._dispatch(grad_y, None, None, read, rows.shape[0])[0]
+            grads = self._dispatch(grad_y, None, None, read, rows.shape[0], num_sms)[0]
             return grads, scale_rows(grads, rows, weights, read.copy_rows)
 
     # ---- shared by the verbs

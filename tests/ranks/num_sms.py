@@ -1,0 +1,69 @@
+"""A layer whose calls take another number of SMs than the Config says."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import hybrid_ep
+from tests.cases import Case
+from tests.launch import Rank
+
+
+def layer(me: Rank, case: Case, max_rows: int | None, num_sms: int | None, way: str) -> Any:
+    """Outputs and gradients of dispatch, a weighted combine, and a replay; and who asked for what.
+
+    Args:
+        me: the rank.
+        case: what it dispatches.
+        max_rows: of the dispatch.
+        num_sms: of each call.
+        way: ``"eager"`` or ``"compiled"``.
+    """
+    buffer = me.buffer(**case.sizes())
+    inputs = case.inputs(me.rank)
+    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
+    weights = inputs.weights.to(me.device).requires_grad_()
+    topk_idx = inputs.topk_idx.to(me.device)
+    grad_y = case.values(me.rank, "grad y", len(inputs.x)).to(me.device)
+    asked: list[tuple[str, int]] = []
+    for verb in ("dispatch", "dispatch_fresh", "combine", "combine_backward"):
+        setattr(buffer.communicator.verbs, verb, _noted(asked, buffer, verb))
+
+    def forward(x: Tensor, weights: Tensor) -> Tensor:
+        sizing = {"max_rows": max_rows, "num_sms": num_sms}
+        out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, **sizing)
+        y = hybrid_ep.combine(
+            buffer, torch.tanh(out.rows), out.handle, weights=out.weights, num_sms=num_sms
+        )
+        again = hybrid_ep.dispatch(buffer, x, handle=out.handle, num_sms=num_sms)
+        return y + hybrid_ep.combine(buffer, again.rows, out.handle, num_sms=num_sms)
+
+    run = torch.compile(forward, backend="aot_eager") if way == "compiled" else forward
+    y = run(x, weights)
+    grads = torch.autograd.grad(y, (x, weights), grad_y)
+    if me.device.type == "cuda":
+        torch.cuda.synchronize()
+    buffer.check()
+    buffer.destroy()
+    return {"y": y.detach(), "x": grads[0], "weights": grads[1], "asked": sorted(asked)}
+
+
+def _noted(asked: list[tuple[str, int]], buffer: hybrid_ep.Buffer, verb: str) -> Any:
+    call = getattr(buffer.communicator.verbs, verb)
+
+    def noted(*args: Any, num_sms: int = 0, **sizes: Any) -> Any:
+        asked.append((verb, num_sms))
+        return call(*args, num_sms=num_sms, **sizes)
+
+    return noted
+
+
+def bounds(me: Rank) -> tuple[int, int | None]:
+    """The least and the most that a call may ask for."""
+    buffer = me.buffer(**Case("bounds").on(me.num_ranks).sizes())
+    found = buffer.communicator.backend.sms_of_a_call
+    buffer.destroy()
+    return found
