@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.torch.row_dots import row_dots
+from hybrid_ep.backends.row_dots import row_dots
 from tests import oracle
 from tests.cases import Case, Inputs
 from tests.launch import Pool

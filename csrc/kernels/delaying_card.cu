@@ -10,9 +10,16 @@ constexpr int kCardThreads = PutQueue::kCarriers * device::kWarp;
 // A warp for each carrier.
 __global__ void __launch_bounds__(kCardThreads, 1) card(PutQueue q) {
     __shared__ uint64_t launch;
-    if (threadIdx.x == 0) launch = network::count(q.begun);
+    if (threadIdx.x == 0) {
+        launch = network::count(q.begun);
+        network::await_turn(q, launch);
+    }
     __syncthreads();
     network::carry_puts(q, device::warp_id(), launch);
+    __syncthreads();
+    if (threadIdx.x != 0) return;
+    __threadfence();  // what the warps keep for the next launch comes first
+    network::count(q.ended);
 }
 
 __global__ void kernel_is_over(PutQueue q) { network::count(q.over); }
@@ -47,6 +54,7 @@ DelayingCard::DelayingCard(int most_us) {
         make(queue_.posted, 1);
         make(queue_.next, PutQueue::kCarriers);
         make(queue_.begun, 1);
+        make(queue_.ended, 1);
         make(queue_.over, 1);
         first_puts<<<1, PutQueue::kCarriers>>>(queue_);
         // of the highest priority: such a stream waits behind no launch of an ordinary one
@@ -77,16 +85,17 @@ void DelayingCard::free_memory() {
     if (join_ != nullptr) cudaEventDestroy(join_);
     if (fork_ != nullptr) cudaEventDestroy(fork_);
     if (beside_ != nullptr) cudaStreamDestroy(beside_);
-    for (uint64_t* words : {queue_.over, queue_.begun, queue_.next, queue_.posted}) cudaFree(words);
+    for (uint64_t* words : {queue_.over, queue_.ended, queue_.begun, queue_.next, queue_.posted}) {
+        cudaFree(words);
+    }
     cudaFree(queue_.puts);
 }
 
 PutQueue DelayingCard::queue() { return queue_; }
 
 void DelayingCard::before(cudaStream_t stream) {
-    if (!is_captured(stream)) return;
-    check_cuda(cudaEventRecord(fork_, stream), "card beside a captured stream");
-    check_cuda(cudaStreamWaitEvent(beside_, fork_), "card beside a captured stream");
+    check_cuda(cudaEventRecord(fork_, stream), "the card beside a stream");
+    check_cuda(cudaStreamWaitEvent(beside_, fork_), "the card beside a stream");
 }
 
 // Whatever became of the launch: a card and a kernel that is over go together.

@@ -2,6 +2,7 @@
 // the puts as late and in such an order as NVSHMEM's contract allows. A put's signal comes behind
 // its own bytes; nothing else is ordered, and the bytes are read when they are sent.
 //
+// It wants room on an SM for its warps, so a Buffer that takes all SMs of the GPU cannot have one.
 // It is a kernel since a thread of the host would need the driver while others hold it: whoever
 // copies from pageable memory, or loads a kernel, waits there for kernels that wait for puts.
 #pragma once
@@ -33,7 +34,7 @@ class DelayingCard {
 
     PutQueue queue_{};
     cudaStream_t beside_ = nullptr;
-    cudaEvent_t fork_ = nullptr, join_ = nullptr;  // where the stream is captured
+    cudaEvent_t fork_ = nullptr, join_ = nullptr;  // join: where the stream is captured
 };
 
 // The card at work for the launches of a scope.

@@ -41,6 +41,11 @@ __device__ inline void wait_as_a_network(const PutQueue& q, uint64_t number) {
     while (ptx::global_timer_ns() < due) __nanosleep(500);
 }
 
+// One thread: until the launch of the card before this one has ended; it runs already.
+__device__ inline void await_turn(const PutQueue& q, uint64_t launch) {
+    while (ptx::load_acquire(q.ended) < launch - 1) __nanosleep(500);
+}
+
 // A warp, in the n-th launch of the card, from 1: all puts of a carrier, until the kernels of as
 // many launches are over.
 __device__ inline void carry_puts(const PutQueue& q, int carrier, uint64_t launch) {

@@ -25,10 +25,11 @@ struct PutQueue {
 
     PostedPut* puts;  // put n is at n % kCapacity; null: no card
     uint64_t* posted;
-    uint64_t* next;          // of each carrier, the put that it carries out next
-    uint64_t *begun, *over;  // launches of the card; kernels with puts that have ended
-    uint32_t most_ns;        // that a put waits for; one in 64 waits for up to 16 times as long
-    DelayingCard* card;      // the host's side
+    uint64_t* next;           // of each carrier, the put that it carries out next
+    uint64_t *begun, *ended;  // launches of the card
+    uint64_t* over;           // kernels with puts that have ended
+    uint32_t most_ns;         // that a put waits for; one in 64 waits for up to 16 times as long
+    DelayingCard* card;       // the host's side
 };
 
 }  // namespace hybrid_ep

@@ -94,7 +94,7 @@ class Backend(Protocol):
         """The gradients ``[M, H]`` of ``rows`` and ``[M]`` of ``weights`` of such a combine.
 
         A dispatch of ``grad_y [T, H]``, dtype of rows: each row's gradient times its weight,
-        rounded once, and the dot product of both rows in the order of ``torch.row_dots``. Both are
+        rounded once, and the dot product of both rows in the order of ``row_dots``. Both are
         zero for rows that are padding, whatever those hold.
         """
         ...

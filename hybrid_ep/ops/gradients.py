@@ -14,7 +14,6 @@ from torch import Tensor, is_grad_enabled
 from hybrid_ep.communicator import Communicator, find
 from hybrid_ep.ops import registration, rules, verbs
 from hybrid_ep.ops.registration import backward_order
-from hybrid_ep.shape import MAX_SCALED_ROW_BYTES
 
 
 def needs_grad(*tensors: Tensor | None) -> bool:
@@ -91,7 +90,7 @@ def _combine_backward(
     layout, *weighted = ctx.saved_tensors
     grad_y = grad_y.contiguous()
     grad_weights = grad_values = None
-    if weighted and not ctx.with_values and not is_grad_enabled() and _can_scale(ctx, grad_y):
+    if weighted and not ctx.with_values and not is_grad_enabled():
         grad_rows, grad_weights = _send_back_weighted(ctx, grad_y, *weighted, layout)
     else:
         grad_home = grad_home.contiguous() if ctx.with_values else None
@@ -101,12 +100,6 @@ def _combine_backward(
         if weighted:
             grad_rows, grad_weights = _scale(*weighted, grad_rows)
     return grad_rows, grad_weights, grad_values, *(None,) * 5
-
-
-def _can_scale(ctx: Any, grad_y: Tensor) -> bool:
-    """Whether rows of this width are scaled as their gradients arrive: all but huge ones are."""
-    row_bytes = grad_y.shape[1] * grad_y.element_size()
-    return row_bytes <= MAX_SCALED_ROW_BYTES or not find(ctx.buffer_id).has_kernels
 
 
 def _send_back_weighted(
@@ -226,6 +219,7 @@ def _scale(rows: Tensor, weights: Tensor, grads: Tensor) -> tuple[Tensor, Tensor
     By differentiable ops, for a second derivative. The gradient of padding is zero; what the
     experts left there, perhaps NaN, does not count.
     """
-    dots = (grads.to(weights.dtype) * rows).sum(dim=1)
-    dots = torch.where(grads.any(dim=1), dots, 0.0)
+    counts = grads.any(dim=1)
+    dots = torch.where(counts, (grads.to(weights.dtype) * rows).sum(dim=1), 0.0)
+    weights = torch.where(counts, weights, 0.0)
     return (grads * weights.unsqueeze(1)).to(grads.dtype), dots

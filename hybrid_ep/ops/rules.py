@@ -20,7 +20,6 @@ from hybrid_ep.shape import (
     MAX_ROW_NUMBER,
     MAX_ROWS,
     MAX_SCALE_BYTES,
-    MAX_SCALED_ROW_BYTES,
     MAX_SUMMED_BYTES,
     ROW_ALIGN,
     SUM_DTYPES,
@@ -236,12 +235,6 @@ def check_combine_backward(communicator: Communicator, grad_y: Tensor, rows: Ten
         raise ValueError(
             f"grad_y must have shape [T, hidden={shape.hidden}] and the dtype of rows, "
             f"{rows.dtype}, got {list(grad_y.shape)} of {grad_y.dtype}"
-        )
-    row_bytes = _row_bytes(communicator, grad_y)
-    if row_bytes > MAX_SCALED_ROW_BYTES and communicator.has_kernels:
-        raise ValueError(
-            f"rows must have at most {MAX_SCALED_ROW_BYTES} bytes for their weighted gradients to "
-            f"be made as they arrive, got {row_bytes}"
         )
     check_outbox(communicator, grad_y)
 

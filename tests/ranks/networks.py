@@ -76,14 +76,6 @@ NETWORKS = {
 }
 
 
-# The thread that delays puts asks the driver for copies, which wait while a kernel is loaded; and
-# that waits for a kernel that runs, which may wait for the copies. So the same calls are made first
-# over the network without the thread.
-LOADS_KERNELS = {"delaying": "loopback"}
-
-
 def all_verbs(me: Rank, case: Case, max_rows: int | None, network: str) -> dict[str, Any]:
-    if network in LOADS_KERNELS:
-        all_verbs(me, case, max_rows, LOADS_KERNELS[network])
     with NETWORKS[network]():
         return verbs.all_verbs(me, case, max_rows)

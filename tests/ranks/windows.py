@@ -8,7 +8,7 @@ from torch import Tensor
 import hybrid_ep
 from tests.checks import same_bytes
 from tests.launch import Rank
-from tests.ranks.networks import LOADS_KERNELS, NETWORKS
+from tests.ranks.networks import NETWORKS
 
 HIDDEN, TOPK, EXPERTS_OF_RANK = 64, 3, 2
 
@@ -65,15 +65,12 @@ def back_to_back(
         return results
 
     want_all = run(theirs)
-    for name in (LOADS_KERNELS.get(network), network):
-        if name is None:
-            continue
-        with NETWORKS[name]():
-            ours = me.buffer(**sizes)
-        got = run(ours)
-        ours.check()
-        torch.cuda.synchronize()
-        ours.destroy()
+    with NETWORKS[network]():
+        ours = me.buffer(**sizes)
+    got = run(ours)
+    ours.check()
+    torch.cuda.synchronize()
+    ours.destroy()
     theirs.destroy()
     compared = 0
     for step, (mine, right) in enumerate(zip(got, want_all, strict=True)):

@@ -168,7 +168,8 @@ def test_a_profile_names_the_ops(alone):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         layer.with_gradients()
     names = {event.key for event in profile.key_averages()}
-    assert {"hybrid_ep::route", "hybrid_ep::dispatch", "hybrid_ep::combine"} <= names
+    verbs = ("route", "dispatch", "combine", "combine_backward")
+    assert {f"hybrid_ep::{verb}" for verb in verbs} <= names
 
 
 def names_in(graph: torch.fx.Graph) -> list[str]:

@@ -180,6 +180,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "dtypes": arguments._NUMBER_OF_DTYPE[torch.bfloat16],
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
+        "num_sms": 0,
     }
     received = {
         "rows": out.rows.data_ptr(),
@@ -195,7 +196,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
     assert quiet.given("NewLayout")["required_rows"] == fresh.handle.required_rows.data_ptr()
     assert quiet.given("Received")["num_rows"] == 32
 
-    y = hybrid_ep.combine(quiet.buffer, out.rows, out.handle, weights=out.weights)
+    y = hybrid_ep.combine(quiet.buffer, out.rows, out.handle, weights=out.weights, num_sms=5)
     assert quiet.given("Summed") == {
         "rows": out.rows.data_ptr(),
         "num_rows": len(out.rows),
@@ -207,6 +208,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "home_values": 0,
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
+        "num_sms": 5,
     }
 
 

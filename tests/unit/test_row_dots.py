@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from hybrid_ep.backends.torch.row_dots import row_dots
+from hybrid_ep.backends.row_dots import row_dots
 
 WIDTHS = [8, 264, 2048, 2056, 7168]
 

@@ -32,7 +32,8 @@ __device__ inline void zero_padding(const Received& received, const layout::Reco
         for (uint32_t left = __ballot_sync(kAllLanes, begin < end); left != 0; left &= left - 1) {
             const int lane = __ffs(left) - 1;
             const int last = __shfl_sync(kAllLanes, end, lane);
-            for (int row = __shfl_sync(kAllLanes, begin, lane) + first; row < last; row += step) {
+            const int64_t from = __shfl_sync(kAllLanes, begin, lane);
+            for (int64_t row = from + first; row < last; row += step) {
                 zero_row(received, record, row);
             }
         }

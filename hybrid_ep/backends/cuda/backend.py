@@ -29,12 +29,14 @@ from hybrid_ep.backends.cuda.arguments import (
 )
 from hybrid_ep.backends.cuda.trace import Event
 from hybrid_ep.backends.empty import empty_on, part
+from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
 from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, give_up_reason
 from hybrid_ep.group import Group
-from hybrid_ep.shape import Shape
+from hybrid_ep.layout.handle_layout import find_padding
+from hybrid_ep.shape import MAX_SCALED_ROW_BYTES, Shape
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 # FaultKind in csrc/layout/runtime_state.h
@@ -283,6 +285,11 @@ class CudaBackend:
     def combine_backward(
         self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, *, num_sms: int = 0
     ) -> tuple[Tensor, Tensor]:
+        if rows.shape[1] * rows.element_size() > MAX_SCALED_ROW_BYTES:
+            sizes = {"num_rows": rows.shape[0], "num_sms": num_sms}
+            grads = self.dispatch(grad_y, None, None, layout, **sizes)[0]
+            is_padding = find_padding(layout, self._shape, rows.shape[0])
+            return grads, scale_rows(grads, rows, weights, is_padding)
         with self._turn:
             stream = self._begin(layout)
             rows, rows_at, _ = aligned(rows.contiguous())

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from hybrid_ep.backends import Route, endings
+from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.torch.agreement import NUM_WORDS, Calls, combine_sizes, dispatch_sizes
 from hybrid_ep.backends.torch.carrier import NOTHING, choose_carrier
@@ -50,7 +51,6 @@ from hybrid_ep.backends.torch.layout import (
     sum_slots,
 )
 from hybrid_ep.backends.torch.messages import Messages, tag_of
-from hybrid_ep.backends.torch.row_dots import scale_rows
 from hybrid_ep.backends.torch.sums import gather_or_zero, sum_at_home, sum_in_order
 from hybrid_ep.backends.torch.tensors import as_words, empty, trues_first
 from hybrid_ep.backends.turns import Turn
@@ -407,7 +407,10 @@ class TorchBackend:
         with self._one_call():
             read = self._read(layout)
             grads = self._dispatch(grad_y, None, None, read, rows.shape[0], num_sms)[0]
-            return grads, scale_rows(grads, rows, weights, read.copy_rows)
+            # a row more for -1, no copy's, which counts from the end
+            is_padding = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
+            is_padding[read.copy_rows.flatten().long()] = False
+            return grads, scale_rows(grads, rows, weights, is_padding[:-1])
 
     # ---- shared by the verbs
 

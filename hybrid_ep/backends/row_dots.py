@@ -16,7 +16,7 @@ _CPU_BLOCK = 1 << 18
 _GPU_BLOCK = 1 << 25
 
 
-def scale_rows(grads: Tensor, rows: Tensor, weights: Tensor, copy_rows: Tensor) -> Tensor:
+def scale_rows(grads: Tensor, rows: Tensor, weights: Tensor, is_padding: Tensor) -> Tensor:
     """Multiply each row of ``grads`` by its weight, in place; before that, make the dot products.
 
     Part by part, so that no copy of all rows in fp32 is made.
@@ -25,17 +25,12 @@ def scale_rows(grads: Tensor, rows: Tensor, weights: Tensor, copy_rows: Tensor) 
         grads: ``[M, H]``, zero for rows that are padding.
         rows: ``[M, H]``, dtype of grads.
         weights: ``[M]``.
-        copy_rows: the rows that are no padding, in any order; -1 is none.
+        is_padding: bool ``[M]``; what such rows hold does not matter.
 
     Returns:
-        Tensor: ``[M]``, ``row_dots``; zero for padding, whatever it holds.
+        Tensor: ``[M]``, ``row_dots``; zero for padding.
     """
-    dots = row_dots(rows, grads)
-    # a row more for -1, which counts from the end
-    is_padding = torch.ones(len(rows) + 1, dtype=torch.bool, device=rows.device)
-    is_padding[copy_rows.flatten().long()] = False
-    is_padding = is_padding[:-1]
-    dots.masked_fill_(is_padding, 0)
+    dots = row_dots(rows, grads).masked_fill_(is_padding, 0)
     weights = weights.masked_fill(is_padding, 0)
     step = _rows_at_once(rows)
     for grad, weight in zip(grads.split(step), weights.split(step), strict=True):
