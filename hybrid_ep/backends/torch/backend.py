@@ -84,6 +84,7 @@ class TorchBackend:
         exchange = Messages(group, config.timeout_s, tag_of(number))
         if self._carrier.is_nccl:
             exchange = Collectives(group, config.timeout_s)
+            exchange.meet()
         self._calls = Calls(exchange, shape, number, last_call)
         self._turn = Turn()
         self._streams = StreamOrder(self._device) if self._device.type == "cuda" else None

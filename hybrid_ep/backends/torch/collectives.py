@@ -53,6 +53,16 @@ class Collectives(Exchange):
 
     _side: _Side | None = None
 
+    def meet(self) -> None:
+        """Exchange a byte with each rank, while a Buffer is made and all of them are here.
+
+        NCCL makes the communicator of a group for its first collective, and holds the host
+        meanwhile, without a deadline, until all ranks have come.
+        """
+        sent = torch.zeros(self.group.num_ranks, dtype=torch.uint8, device=self.group.device)
+        group = self.group.process_group
+        dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
+
     def tell(
         self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
     ) -> _Tables:
