@@ -7,10 +7,11 @@ y = hybrid_ep.combine(buffer, y_rows, out.handle, weights=out.weights)
 """
 
 from hybrid_ep._version import __version__
-from hybrid_ep.buffer import Buffer, combine, dispatch
+from hybrid_ep.buffer import Buffer, combine, combine_values, dispatch
 from hybrid_ep.config import Config
 from hybrid_ep.errors import PeerError
 from hybrid_ep.handle import Dispatched, Handle
+from hybrid_ep.maps import map_to_topk, topk_to_dense
 from hybrid_ep.ops import SAC_SAVE_OPS, checkpoint
 
 __all__ = [
@@ -23,5 +24,8 @@ __all__ = [
     "__version__",
     "checkpoint",
     "combine",
+    "combine_values",
     "dispatch",
+    "map_to_topk",
+    "topk_to_dense",
 ]

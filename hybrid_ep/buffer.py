@@ -158,8 +158,8 @@ class Buffer:
             x: ``[T, hidden]``, any dtype of 1, 2 or 4 bytes whose rows are a multiple of 16 bytes.
             topk_idx: int16, int32 or int64 ``[T, topk]``, experts in ``[0, num_experts)``; -1 is no
                 expert; the same expert twice in a row counts once and its weights add. None with a
-                ``handle``.
-            topk_weights: float32 ``[T, topk]``, or None.
+                ``handle``. It may have fewer columns than the Buffer's topk, which cost a copy.
+            topk_weights: float32, of the shape of topk_idx, or None.
             scales: ``[T, S]`` of any dtype, moved along with x; not differentiable: scales that
                 require a gradient get none.
             handle: replay this layout instead of routing anew (recompute; the peers replay it too).
@@ -219,6 +219,41 @@ class Buffer:
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
         return ops.combine(buffer.communicator, rows, handle, weights, num_sms)
+
+    def combine_values(
+        buffer: Buffer,  # as of ``hybrid_ep.combine_values``
+        rows: Tensor,
+        values: Tensor,
+        handle: Handle,
+        *,
+        num_sms: int | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Combine rows, and bring one value of each row home beside them, unsummed.
+
+        The transpose of a dispatch with weights, for those who write its backward themselves: rows
+        are the gradients of its rows, values those of its weights. Differentiable in both.
+
+        Args:
+            buffer: the group's Buffer.
+            rows: as of ``combine``.
+            values: float32 ``[M]``, one for each row.
+            handle: of the dispatch.
+            num_sms: as of ``combine``.
+
+        Returns:
+            tuple: ``[T, hidden]``, the sums that ``combine`` returns, and float32 ``[T, topk]`` of
+            the Buffer, the value of each slot's row; 0 where the slot has none. An expert named
+            twice has its row's value in each of its slots.
+
+        Raises:
+            TypeError: an argument is of another type; nothing was sent.
+            ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
+                Buffer; nothing was sent.
+            PeerError: a peer died, was too late, or made another call.
+        """
+        if not isinstance(buffer, Buffer):
+            raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
+        return ops.combine_values(buffer.communicator, rows, values, handle, num_sms)
 
     # ---- what a user asks a Buffer
 
@@ -369,7 +404,7 @@ class Buffer:
             raise RuntimeError(_GONE)
 
 
-dispatch, combine = Buffer.dispatch, Buffer.combine
+dispatch, combine, combine_values = Buffer.dispatch, Buffer.combine, Buffer.combine_values
 """The same as functions: ``dispatch(buffer, x, topk_idx)``."""
 
 

@@ -48,6 +48,14 @@ class Handle:
             return torch.zeros_like(self.required_rows, dtype=torch.bool)
         return self.required_rows > self.max_rows
 
+    @property
+    def host_offsets(self) -> tuple[int, ...] | None:
+        """``offsets`` as ints, where the host knows them without a wait; else None.
+
+        It knows them on the CPU, and on a GPU not yet.
+        """
+        return tuple(self.offsets.tolist()) if self.offsets.device.type == "cpu" else None
+
     def outside_inference_mode(self) -> Handle:
         """The same handle with ordinary tensors in the same memory, which autograd may save."""
         with torch.inference_mode(False):

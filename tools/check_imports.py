@@ -45,7 +45,7 @@ LAYERS = (
     ),
     Layer(
         "what a user holds",
-        ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.moe", "hybrid_ep.saving"),
+        ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.maps", "hybrid_ep.moe", "hybrid_ep.saving"),
     ),
     Layer("Buffer", ("hybrid_ep.buffer",)),
     Layer("ops", ("hybrid_ep.ops",)),

@@ -18,6 +18,7 @@ Splitting route off is what makes recomputation exact: a checkpoint that saves t
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
@@ -46,6 +47,7 @@ def dispatch(
         )
     num_sms = rules.check_num_sms(communicator, "dispatch", num_sms)
     if handle is None:
+        topk_idx, topk_weights = _widened(communicator.shape.topk, topk_idx, topk_weights)
         max_rows, align = rules.check_route(communicator, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
         rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
@@ -61,6 +63,8 @@ def dispatch(
         rules.check_handle(communicator, handle)
         handle = _for_autograd(handle)
         num_tokens = handle.num_tokens
+        if _is_narrow(topk_weights, communicator.shape.topk):
+            topk_weights = _padded(topk_weights, communicator.shape.topk, 0.0)
         rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
         inputs = x, topk_weights, _constant(scales), handle.layout, num_tokens, handle.num_rows
         rows, weights, row_scales = _dispatch(communicator, *inputs, num_sms)
@@ -82,21 +86,60 @@ def combine(
     num_sms: int | None,
 ) -> Tensor:
     """See ``Buffer.combine``."""
+    return _combine(communicator, rows, weights, None, handle, num_sms)[0]
+
+
+def combine_values(
+    communicator: Communicator,
+    rows: Tensor,
+    values: Tensor,
+    handle: Handle,
+    num_sms: int | None,
+) -> tuple[Tensor, Tensor]:
+    """See ``Buffer.combine_values``."""
+    return _combine(communicator, rows, None, values, handle, num_sms)
+
+
+def _combine(
+    communicator: Communicator,
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None,
+    handle: Handle,
+    num_sms: int | None,
+) -> tuple[Tensor, Tensor | None]:
     num_sms = rules.check_num_sms(communicator, "combine", num_sms)
     rules.check_handle(communicator, handle)
-    rules.check_combine(communicator, rows, weights)
+    rules.check_combine(communicator, rows, weights, values)
     if rows.shape[0] != handle.num_rows:
         raise ValueError(
             f"rows must be those of the handle's dispatch, {handle.num_rows}, got {rows.shape[0]}"
         )
     handle = _for_autograd(handle)
     num_tokens, topk = handle.num_tokens, communicator.shape.topk
-    inputs = rows, weights, None, handle.layout, num_tokens, topk, num_sms, communicator.id
-    if verbs.watched(rows, weights, handle.layout):
-        return verbs.combine_op(*inputs, forward_order(communicator.device))[0]
-    wanted = gradients.needs_grad(rows, weights)
+    inputs = rows, weights, values, handle.layout, num_tokens, topk, num_sms, communicator.id
+    if verbs.watched(rows, weights, values, handle.layout):
+        return verbs.combine_op(*inputs, forward_order(communicator.device))
+    wanted = gradients.needs_grad(rows, weights, values)
     way = gradients.apply_combine if wanted else verbs.combine_now
-    return way(*inputs)[0]
+    return way(*inputs)
+
+
+def _widened(topk: int, topk_idx: Tensor, weights: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Routing with fewer slots than the Buffer's, with slots of no expert behind them."""
+    if not _is_narrow(topk_idx, topk):
+        return topk_idx, weights
+    if weights is not None and weights.shape == topk_idx.shape:
+        weights = _padded(weights, topk, 0.0)
+    return _padded(topk_idx, topk, -1), weights
+
+
+def _is_narrow(slots: Tensor | None, topk: int) -> bool:
+    return isinstance(slots, Tensor) and slots.dim() == 2 and slots.shape[1] < topk
+
+
+def _padded(slots: Tensor, topk: int, value: float) -> Tensor:
+    return torch.nn.functional.pad(slots, (0, topk - slots.shape[1]), value=value)
 
 
 def _route_and_dispatch(

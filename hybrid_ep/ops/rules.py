@@ -128,7 +128,12 @@ def check_dispatch(
         check_dispatch_gradient(communicator, x, weights)
 
 
-def check_combine(communicator: Communicator, rows: Tensor, weights: Tensor | None) -> None:
+def check_combine(
+    communicator: Communicator,
+    rows: Tensor,
+    weights: Tensor | None,
+    values: Tensor | None = None,
+) -> None:
     """The rows of a combine."""
     _check_device(communicator, "rows", rows)
     hidden = communicator.shape.hidden
@@ -147,8 +152,10 @@ def check_combine(communicator: Communicator, rows: Tensor, weights: Tensor | No
         check_inbox(communicator, rows)
     if weights is not None:
         _check_weights(communicator, "weights", weights, (rows.shape[0],), rows.dtype)
+    if values is not None:
+        _check_weights(communicator, "values", values, (rows.shape[0],), rows.dtype)
     if not may_return and is_grad_enabled():
-        check_combine_gradient(communicator, rows, weights)
+        check_combine_gradient(communicator, rows, weights, values)
 
 
 def check_outbox(communicator: Communicator, x: Tensor, scale_bytes: int = 0) -> None:

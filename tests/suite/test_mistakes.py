@@ -67,7 +67,7 @@ def route_float_experts(call: Call):
 
 
 def route_other_topk(call: Call):
-    call.dispatch(topk_idx=call.topk_idx[:, :2])
+    call.dispatch(topk_idx=call.topk_idx[:, [0, 1, 2, 2]])
 
 
 def route_1d(call: Call):
@@ -198,7 +198,7 @@ CALLS = [
         "dtype=torch.bfloat16 and scale_bytes=400",
     ),
     (route_float_experts, "topk_idx must be int16, int32 or int64, got torch.float32"),
-    (route_other_topk, "topk_idx must have shape [T, topk=3], got [6, 2]"),
+    (route_other_topk, "topk_idx must have shape [T, topk=3], got [6, 4]"),
     (route_1d, "topk_idx must have shape [T, topk=3], got [6]"),
     (route_many_tokens, "at most max_tokens=6 tokens, got 7"),
     (route_expert_too_high, "must lie in [-1, num_experts=12), got values from 12 to 12"),
