@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hybrid_ep_cli import bench, check, demo, doctor, plan, tune
+from hybrid_ep_cli import bench, check, deep_ep_path, demo, doctor, plan, tune
 from hybrid_ep_cli.options import as_typed
 
 COMMANDS = {
@@ -20,12 +20,15 @@ COMMANDS = {
     "tune": tune,
     "plan": plan,
     "doctor": doctor,
+    "deep-ep-path": deep_ep_path,
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code (0 good, 1 found a fault, 2 wrong usage)."""
     args = make_parser().parse_args(argv)
+    if COMMANDS[args.command] is deep_ep_path:  # the one that needs no torch
+        return deep_ep_path.run(args)
     # torch is imported here, and not for help
     command = importlib.import_module(f"hybrid_ep.{args.command}.command")
     from hybrid_ep.launch import RanksFailed

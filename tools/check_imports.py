@@ -43,6 +43,7 @@ LAYERS = (
             "hybrid_ep.tune",
         ),
     ),
+    Layer("integrations", ("hybrid_ep.integrations",)),
     Layer(
         "what a user holds",
         ("hybrid_ep", "hybrid_ep.launch", "hybrid_ep.maps", "hybrid_ep.moe", "hybrid_ep.saving"),
