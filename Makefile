@@ -32,7 +32,7 @@ CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '
 TOOL ?= memcheck
 
 .DEFAULT_GOAL := setup
-.PHONY: setup build demo test lint format sanitize bench kernel-times compare-kernels clean help
+.PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -40,6 +40,9 @@ setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build 
 build: $(PACKAGES)  ## compile the extension, where there is an nvcc, and check the kernels
 	@$(PY) setup.py --quiet build_ext --inplace
 	@$(PY) tools/check_kernels.py
+
+consumers: $(PACKAGES)  ## fetch the frameworks that tests/unit/test_frameworks.py drives, into build/consumers
+	@$(PY) tools/fetch_consumers.py
 
 demo: setup  ## train a small MoE model on real text, on whatever this machine has
 	@$(PY) -m hybrid_ep demo

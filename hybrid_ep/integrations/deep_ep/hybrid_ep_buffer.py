@@ -395,4 +395,4 @@ def _name_once(**arguments: Any) -> None:
     new = [name for name, value in arguments.items() if value and name not in _named]
     if new:
         _named.update(new)
-        _log.info("HybridEPBuffer: no effect here has %s", ", ".join(new))
+        _log.info("HybridEPBuffer: these arguments have no effect: %s", ", ".join(new))
