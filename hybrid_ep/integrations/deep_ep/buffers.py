@@ -74,10 +74,14 @@ class Buffers:
         buffer = self._by_kind.get(kind)
         if buffer is None or buffer.max_tokens < num_tokens or buffer.topk < topk:
             buffer = self._by_kind[kind] = self._make_for(kind, num_tokens, topk, buffer)
-        if kind.device.type == "cuda" and endings.is_capturing():
+        self.keep_if_captured(buffer)
+        return buffer
+
+    def keep_if_captured(self, buffer: hybrid_ep.Buffer) -> None:
+        """To be called with the Buffer of every call: a graph that is captured needs it for good."""
+        if buffer.device.type == "cuda" and endings.is_capturing():
             if not any(buffer is each for each in self._captured):
                 self._captured.append(buffer)
-        return buffer
 
     def twin(self, buffer: hybrid_ep.Buffer, hidden: int) -> hybrid_ep.Buffer:
         """A Buffer that takes the layouts of another one, for rows of float32; collective."""

@@ -242,7 +242,7 @@ class HybridEPBuffer:
         Returns:
             tuple: ``[T, H]``, and the values float32 ``[T, E]``, 0 where a token lacks the expert.
         """
-        handle = _checked(handle)
+        handle = self._checked(handle)
         if probs is None:
             return hybrid_ep.combine(handle.buffer, hidden, handle.inner), None
         values = probs.float()
@@ -321,7 +321,7 @@ class HybridEPBuffer:
         num_permuted_tokens: int | Tensor | None,
         handle: PermuteHandle,
     ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, PermuteHandle]:
-        inner = _checked(handle).inner
+        inner = self._checked(handle).inner
         if isinstance(num_permuted_tokens, int) and num_permuted_tokens != inner.num_rows:
             raise ValueError(
                 f"num_permuted_tokens must be that of the handle, {inner.num_rows}, got "
@@ -332,6 +332,15 @@ class HybridEPBuffer:
             weights = _weights_of(probs, handle.topk_idx)
         out = hybrid_ep.dispatch(handle.buffer, hidden, None, weights, scales=scales, handle=inner)
         return out.rows, out.weights, out.scales, _padded_counts(inner, on_host=False), handle
+
+    def _checked(self, handle: Any) -> PermuteHandle:
+        if not isinstance(handle, PermuteHandle):
+            raise TypeError(
+                "handle must be one of dispatch_with_permute, got one of type "
+                f"{type(handle).__name__}"
+            )
+        self._buffers.keep_if_captured(handle.buffer)
+        return handle
 
 
 def indices_to_map(
@@ -380,14 +389,6 @@ def _padded_counts(handle: hybrid_ep.Handle, *, on_host: bool) -> Tensor:
     pinned.copy_(counts, non_blocking=True)
     torch.cuda.current_stream(counts.device).synchronize()
     return pinned
-
-
-def _checked(handle: Any) -> PermuteHandle:
-    if not isinstance(handle, PermuteHandle):
-        raise TypeError(
-            f"handle must be one of dispatch_with_permute, got one of type {type(handle).__name__}"
-        )
-    return handle
 
 
 def _name_once(**arguments: Any) -> None:

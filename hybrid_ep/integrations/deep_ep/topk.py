@@ -42,6 +42,7 @@ class TopK:
         """K; collective until it is known."""
         if self._topk is not None:
             return self._topk
+        endings.refuse_in_capture("made")  # which it is next
         self._group.device = routing_map.device
         mine = int(routing_map.sum(dim=1).amax()) if len(routing_map) else 0
         most = max(self._group.gather(mine))
