@@ -78,7 +78,7 @@ class Buffers:
         return buffer
 
     def keep_if_captured(self, buffer: hybrid_ep.Buffer) -> None:
-        """To be called with the Buffer of every call: a graph that is captured needs it for good."""
+        """Keep a Buffer that is called in a capture: the graph has its addresses."""
         if buffer.device.type == "cuda" and endings.is_capturing():
             if not any(buffer is each for each in self._captured):
                 self._captured.append(buffer)
