@@ -454,3 +454,70 @@ def mistakes(me: Rank) -> list[str]:
     again, *_ = buffer.dispatch_with_permute(**right)
     told.append(str(torch.equal(again, rows)))
     return told
+
+
+# ---- what only GPUs do
+
+
+def captured(me: Rank) -> list[str]:
+    """A CUDA graph of a round trip, replayed with other routing after its Buffer was replaced."""
+    configure(topk=TOPK)
+    buffer, tokens, pad = made(me, max_tokens=30), 30, 16
+    mine = Inputs.of(me.rank, me.num_ranks, tokens=tokens).to(me.device)
+    num_rows = -(-me.num_ranks * tokens * TOPK // pad) * pad + LOCAL * pad
+
+    def step() -> dict[str, Tensor]:
+        options = {"pad_multiple": pad, "num_permuted_tokens": num_rows, "non_blocking": True}
+        rows, probs, _, counts, handle = _dispatch(buffer, mine, "map", **options)
+        y, home = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
+        parts = {"rows": rows, "probs": probs, "counts": counts, "overflow": handle[-1]}
+        return {**parts, "y": y, "home": home}
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = step()
+    larger = Inputs.of(me.rank, me.num_ranks, tokens=200).to(me.device)
+    _dispatch(buffer, larger, "map")  # a larger Buffer takes the place of the graph's
+
+    faults = []
+    for seed in (7, 8):
+        inputs = everybody(me, seed, tokens)
+        fresh = inputs[me.rank].to(me.device)
+        for field in dataclasses.fields(Inputs):
+            getattr(mine, field.name).copy_(getattr(fresh, field.name))
+        graph.replay()
+        torch.cuda.synchronize()
+        whole, probs, counts = rows_of(me, inputs, pad)
+        behind = num_rows - len(whole)
+        wanted = {
+            "rows": torch.nn.functional.pad(whole, (0, 0, 0, behind)),
+            "probs": torch.nn.functional.pad(probs, (0, behind)),
+            "counts": torch.tensor(counts),
+            "overflow": torch.zeros(1, dtype=torch.int32),
+            "y": fresh.x * fresh.routing_map.sum(dim=1, keepdim=True),
+            "home": fresh.probs,
+        }
+        faults += _same({name: (results[name], wanted[name]) for name in wanted})
+    return faults
+
+
+def more_experts_than_topk(me: Rank, non_blocking: bool) -> list[str]:
+    """What two calls say whose tokens have 5 experts, with a topk of 2."""
+    configure(topk=2)
+    buffer, told = made(me), []
+    x, routing_map = _most_experts(me, [5, 1], LOCAL * me.num_ranks)
+    options = {"non_blocking": True, "num_permuted_tokens": 100} if non_blocking else {}
+    for _ in range(2):
+        try:
+            buffer.dispatch_with_permute(hidden=x, routing_map=routing_map, **options)
+            told.append("")
+        except ValueError as error:
+            told.append(str(error))
+        torch.cuda.synchronize()
+    return told
