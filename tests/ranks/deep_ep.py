@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -425,6 +427,20 @@ def sizes(me: Rank, max_tokens: int | None) -> dict[str, Any]:
         told["then"] = str(error)
     told["place"] = buffer.rank, buffer.local_rank, buffer.node_rank, buffer.num_of_nodes
     return told
+
+
+def domain(me: Rank, variable: str, argument: int | None) -> dict[str, Any]:
+    """The nodes of a HybridEPBuffer and of its Buffer, by the variable and the argument."""
+    with mock.patch.dict(os.environ, {"NUM_OF_HYBRID_EP_RANKS_PER_NVLINK_DOMAIN": variable}):
+        buffer = made(me, num_of_hybrid_ep_ranks_per_nvlink_domain=argument)
+    x, routing_map = _most_experts(me, [1], LOCAL * me.num_ranks)
+    *_, handle = buffer.dispatch_with_permute(hidden=x, routing_map=routing_map)
+    return {
+        "nodes": (buffer.num_of_nodes, handle.buffer.topology.num_nodes),
+        "node": (buffer.node_rank, handle.buffer.topology.node),
+        "local": (buffer.local_rank, handle.buffer.topology.local_rank),
+        "ranks": buffer.num_of_hybrid_ep_ranks_per_nvlink_domain,
+    }
 
 
 def mistakes(me: Rank) -> list[str]:

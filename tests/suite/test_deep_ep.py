@@ -78,6 +78,18 @@ def test_sizes(world, max_tokens, first, then):
         assert told["place"] == (rank, rank, 0, 1)
 
 
+@pytest.mark.not_on("nvlink", why="nvlink serves one node")
+@pytest.mark.parametrize(
+    ("variable", "argument", "ranks"), [("", None, 4), ("", 2, 2), ("1", 2, 1), ("72", None, 4)]
+)
+def test_ranks_of_a_node(world, variable, argument, ranks):
+    for rank, told in enumerate(run(world, 4, "domain", variable, argument)):
+        assert told["ranks"] == ranks
+        assert told["nodes"] == (4 // ranks, 4 // ranks)
+        assert told["node"] == (rank // ranks, rank // ranks)
+        assert told["local"] == (rank % ranks, rank % ranks)
+
+
 def test_mistakes(world):
     for told in run(world, 2, "mistakes"):
         assert told.pop() == "True"

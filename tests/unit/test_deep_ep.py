@@ -14,7 +14,7 @@ import pytest
 import hybrid_ep
 from hybrid_ep.integrations import deep_ep
 from hybrid_ep.integrations.deep_ep import hybrid_ep_buffer, settings
-from hybrid_ep.integrations.deep_ep.install import PATH
+from hybrid_ep.integrations.deep_ep.installation import PATH
 from hybrid_ep_cli.main import main
 
 LOGGER = "hybrid_ep.integrations"
