@@ -156,6 +156,7 @@ ALONE = {  # sources and rooms under csrc that one module has alone; the rest is
         "nvlink_bindings.cpp",
         "kernels/*/one_node.cu",
         "kernels/ceilings.cu",
+        "kernels/maps.cu",
     ),
     NVSHMEM_MODULE: (
         "nvshmem_bindings.cpp",

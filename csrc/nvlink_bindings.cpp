@@ -1,8 +1,17 @@
 // hybrid_ep._nvlink: the runtime as Python sees it. Addresses and streams are integers.
 #include "bind_runtime.h"
+#include "kernels/maps.h"
 #include "one_node.h"
 
 using namespace hybrid_ep;
+
+namespace {
+
+using MapToTopkTuple = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, int64_t, int64_t, int,
+                                  int, int, uintptr_t, uintptr_t, uintptr_t>;
+using TopkToDenseTuple = std::tuple<uintptr_t, uintptr_t, int, int, int, int, uintptr_t>;
+
+}  // namespace
 
 PYBIND11_MODULE(_nvlink, m) {
     m.attr("MAX_RANKS") = layout::kMaxRanks;
@@ -18,6 +27,16 @@ PYBIND11_MODULE(_nvlink, m) {
 
     m.def("free_unread_memory", &memory::free_unread_parts,
           py::call_guard<py::gil_scoped_release>());
+
+    // Of no Buffer; on the current device.
+    m.def("map_to_topk", [](const MapToTopkTuple& p, uintptr_t stream) {
+        kernels::launch_map_to_topk(from<kernels::MapToTopkParams>(p),
+                                    reinterpret_cast<cudaStream_t>(stream));
+    });
+    m.def("topk_to_dense", [](const TopkToDenseTuple& p, uintptr_t stream) {
+        kernels::launch_topk_to_dense(from<kernels::TopkToDenseParams>(p),
+                                      reinterpret_cast<cudaStream_t>(stream));
+    });
 
     // Sizes without a GPU, for `plan` and its test.
     m.def("symmetric_bytes", [](int num_ranks, int num_experts, int max_tokens, int topk,

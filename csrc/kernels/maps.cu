@@ -1,0 +1,73 @@
+#include "device/warp.cuh"
+#include "kernels/launch.cuh"
+#include "kernels/maps.h"
+
+namespace hybrid_ep::kernels {
+namespace {
+
+using namespace device;
+
+constexpr int kThreads = 256;
+constexpr int kTokens = kThreads / kWarp;  // of a block, a warp each
+
+// 32 experts at a time: an expert's slot is how many come before it.
+__global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ MapToTopkParams p) {
+    const int64_t token = int64_t(blockIdx.x) * kTokens + warp_id();
+    if (token >= p.num_tokens) return;
+    const bool* map = p.map + token * p.map_stride;
+    const float* probs = p.probs + token * p.probs_stride;
+    int16_t* topk_idx = p.topk_idx + token * p.topk;
+    float* weights = p.weights + token * p.topk;
+    int found = 0;
+    for (int first = 0; first < p.num_experts; first += kWarp) {
+        const int expert = first + lane_id();
+        const bool has = expert < p.num_experts && map[expert * p.map_step];
+        const uint32_t have = __ballot_sync(kAllLanes, has);
+        const int slot = found + __popc(have & lanes_below());
+        if (has && slot < p.topk) {
+            topk_idx[slot] = int16_t(expert);
+            if (p.probs != nullptr) weights[slot] = probs[expert * p.probs_step];
+        }
+        found += __popc(have);
+    }
+    for (int slot = found + lane_id(); slot < p.topk; slot += kWarp) {
+        topk_idx[slot] = -1;
+        if (p.probs != nullptr) weights[slot] = 0.f;
+    }
+    if (lane_id() == 0) atomicMax(p.most, found);
+}
+
+// A lane an expert: its values in the order of the slots, added to zero.
+template <typename Index>
+__global__ void __launch_bounds__(kThreads)
+    topk_to_dense(const __grid_constant__ TopkToDenseParams p) {
+    const int64_t token = int64_t(blockIdx.x) * kTokens + warp_id();
+    if (token >= p.num_tokens) return;
+    const auto* topk_idx = static_cast<const Index*>(p.topk_idx) + token * p.topk;
+    const float* values = p.values + token * p.topk;
+    for (int expert = lane_id(); expert < p.num_experts; expert += kWarp) {
+        float sum = 0.f;
+        for (int slot = 0; slot < p.topk; ++slot) {
+            if (int64_t(topk_idx[slot]) == expert) sum = __fadd_rn(sum, values[slot]);
+        }
+        p.dense[token * p.num_experts + expert] = sum;
+    }
+}
+
+int blocks_of(int num_tokens) { return (num_tokens + kTokens - 1) / kTokens; }
+
+}  // namespace
+
+void launch_map_to_topk(const MapToTopkParams& p, cudaStream_t stream) {
+    if (p.num_tokens > 0) launch(map_to_topk, p, blocks_of(p.num_tokens), kThreads, 0, stream);
+}
+
+void launch_topk_to_dense(const TopkToDenseParams& p, cudaStream_t stream) {
+    if (p.num_tokens == 0) return;
+    const auto kernel = p.idx_bytes == 2   ? topk_to_dense<int16_t>
+                        : p.idx_bytes == 4 ? topk_to_dense<int32_t>
+                                           : topk_to_dense<int64_t>;
+    launch(kernel, p, blocks_of(p.num_tokens), kThreads, 0, stream);
+}
+
+}  // namespace hybrid_ep::kernels

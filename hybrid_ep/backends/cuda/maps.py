@@ -1,0 +1,72 @@
+"""Dense routing maps and top-k routing, by a kernel each; see ``hybrid_ep/maps.py``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from hybrid_ep.backends.cuda.arguments import address_of
+from hybrid_ep.backends.cuda.nvlink import load_extension
+
+_LEAST_CAPABILITY = (9, 0)
+
+
+def serves(tensor: Tensor) -> bool:
+    """Whether the kernels run where the tensor is; a compiler makes kernels of its own."""
+    if not tensor.is_cuda or is_compiling() or type(tensor) is not Tensor:
+        return False
+    try:
+        load_extension()
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability(tensor.device) >= _LEAST_CAPABILITY
+
+
+def map_to_topk(
+    routing_map: Tensor, probs: Tensor | None, topk: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Experts int16 ``[T, K]``, their probs float32 ``[T, K]``, and the most of a token."""
+    (num_tokens, num_experts), device = routing_map.shape, routing_map.device
+    topk_idx = torch.empty((num_tokens, topk), dtype=torch.int16, device=device)
+    most = torch.zeros((), dtype=torch.int32, device=device)
+    weights = None if probs is None else torch.empty_like(topk_idx, dtype=torch.float32)
+    strides = (0, 0) if probs is None else probs.stride()
+    with torch.cuda.device(device):
+        load_extension().map_to_topk(
+            (
+                address_of(routing_map),
+                *routing_map.stride(),
+                address_of(probs),
+                *strides,
+                num_tokens,
+                num_experts,
+                topk,
+                address_of(topk_idx),
+                address_of(weights),
+                most.data_ptr(),
+            ),
+            torch.cuda.current_stream().cuda_stream,
+        )
+    return topk_idx, weights, most
+
+
+def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
+    """Float32 ``[T, E]``: each value where its expert is."""
+    values, topk_idx = values.contiguous(), topk_idx.contiguous()
+    num_tokens, topk = values.shape
+    dense = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=values.device)
+    with torch.cuda.device(values.device):
+        load_extension().topk_to_dense(
+            (
+                address_of(values),
+                address_of(topk_idx),
+                topk_idx.element_size(),
+                num_tokens,
+                topk,
+                num_experts,
+                address_of(dense),
+            ),
+            torch.cuda.current_stream().cuda_stream,
+        )
+    return dense
