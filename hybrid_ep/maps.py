@@ -8,8 +8,8 @@ then -1:
     0 0 0 0 0 0  --> -1 -1 -1
     1 1 1 0 0 1  -->  0  1  2        one expert is left out: most is 4
 
-All of it is exact, so a kernel has the same bits. It would take the place of the three functions at
-the end of this file, which launch some ten kernels of torch; no caller sees a difference.
+All of it is exact. On a GPU a kernel of the nvlink extension does each (``backends/cuda/maps``),
+elsewhere and in compiled code torch, with the same bits.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
 from hybrid_ep.shape import MAX_EXPERTS
+
+TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 
 def map_to_topk(
@@ -61,8 +64,11 @@ def map_to_topk(
                 f"probs must have the shape of routing_map, {list(routing_map.shape)}, got "
                 f"{list(probs.shape)}"
             )
-    topk_idx, most = _find_experts(routing_map, topk)
-    return topk_idx, None if probs is None else _Gather.apply(probs, topk_idx), most
+        _check_device("probs", probs, "routing_map", routing_map)
+    if probs is None:
+        topk_idx, _, most = _find_experts(routing_map, None, topk)
+        return topk_idx, None, most
+    return _MapToTopk.apply(probs, routing_map, topk)
 
 
 def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -89,7 +95,27 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
             f"values and topk_idx must have one shape [T, K], got {list(values.shape)} and "
             f"{list(topk_idx.shape)}"
         )
+    if topk_idx.dtype not in TOPK_DTYPES:
+        raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
+    _check_device("topk_idx", topk_idx, "values", values)
     return _Scatter.apply(values, topk_idx, as_integer("num_experts", num_experts, 1))
+
+
+class _MapToTopk(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, probs: Tensor, routing_map: Tensor, topk: int) -> tuple[Tensor, ...]:
+        topk_idx, weights, most = _find_experts(routing_map, probs, topk)
+        ctx.mark_non_differentiable(topk_idx, most)
+        ctx.save_for_backward(topk_idx)
+        ctx.num_experts = probs.shape[1]
+        return topk_idx, weights, most
+
+    @staticmethod
+    def backward(
+        ctx: Any, _: Tensor | None, grad: Tensor, __: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        (topk_idx,) = ctx.saved_tensors
+        return _Scatter.apply(grad, topk_idx, ctx.num_experts), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -117,16 +143,27 @@ class _Scatter(torch.autograd.Function):
         return _Gather.apply(grad, topk_idx), None, None
 
 
+def _check_device(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.device != other.device:
+        raise ValueError(
+            f"{name} must be where {other_name} is, on {other.device}, got {tensor.device}"
+        )
+
+
 def _check_float32(name: str, tensor: Tensor) -> None:
     if tensor.dtype != torch.float32:
         raise ValueError(f"{name} must be float32, got {tensor.dtype}")
 
 
-# ---- what a kernel would do
+# ---- what the kernels do
 
 
-def _find_experts(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
-    """Experts int16 ``[T, topk]`` and the most of any token, int32 ``[]``."""
+def _find_experts(
+    routing_map: Tensor, probs: Tensor | None, topk: int
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Experts int16 ``[T, K]``, their probs, and the most experts of any token, int32 ``[]``."""
+    if kernels.serves(routing_map):
+        return kernels.map_to_topk(routing_map, probs, topk)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
     # a key for each expert, the larger the earlier; 0 where the token does not have it
@@ -134,8 +171,10 @@ def _find_experts(routing_map: Tensor, topk: int) -> tuple[Tensor, Tensor]:
     found = keys.topk(topk, dim=1).values
     topk_idx = torch.where(found > 0, num_experts - found, -1).to(torch.int16)
     if num_tokens == 0:
-        return topk_idx, torch.zeros((), dtype=torch.int32, device=device)
-    return topk_idx, routing_map.sum(dim=1, dtype=torch.int32).amax()
+        most = torch.zeros((), dtype=torch.int32, device=device)
+    else:
+        most = routing_map.sum(dim=1, dtype=torch.int32).amax()
+    return topk_idx, None if probs is None else _gather(probs, topk_idx), most
 
 
 def _gather(probs: Tensor, topk_idx: Tensor) -> Tensor:
@@ -144,6 +183,8 @@ def _gather(probs: Tensor, topk_idx: Tensor) -> Tensor:
 
 
 def _scatter(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
+    if kernels.serves(values):
+        return kernels.topk_to_dense(values, topk_idx, num_experts)
     shape = (values.shape[0], num_experts)
     dense = torch.zeros(shape, dtype=torch.float32, device=values.device)
     values = torch.where(topk_idx >= 0, values, 0.0)

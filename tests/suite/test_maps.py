@@ -116,6 +116,15 @@ MAP, PROBS = torch.ones(2, 3, dtype=torch.bool), torch.ones(2, 3)
         (lambda: hybrid_ep.topk_to_dense(PROBS.half(), MAP.int(), 4), "values must be float32"),
         (lambda: hybrid_ep.topk_to_dense(PROBS, MAP[:1].int(), 4), "must have one shape [T, K]"),
         (lambda: hybrid_ep.topk_to_dense(PROBS, MAP.int(), 0), "num_experts must be an integer"),
+        (lambda: hybrid_ep.topk_to_dense(PROBS, MAP.char(), 4), "must be int16, int32 or int64"),
+        (
+            lambda: hybrid_ep.topk_to_dense(PROBS, MAP.int().to("meta"), 4),
+            "topk_idx must be where values is, on cpu, got meta",
+        ),
+        (
+            lambda: hybrid_ep.map_to_topk(MAP, PROBS.to("meta"), 2),
+            "probs must be where routing_map is, on cpu, got meta",
+        ),
     ],
 )
 def test_rules(alone, call, says):
