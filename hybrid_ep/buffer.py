@@ -59,6 +59,10 @@ class Buffer:
 
     Sizes may be of any integer type (numpy's too) and are kept as ints.
 
+    As a context manager (``with hybrid_ep.Buffer(...) as buffer:``) it ends with a barrier of the
+    group, which raises what an earlier call left behind, and ``destroy``; after an exception with
+    ``destroy`` alone.
+
     A copy of a Buffer (``copy.copy``, ``copy.deepcopy``) is the Buffer itself, so a copied model
     shares it with the original. A Buffer cannot be pickled.
 
@@ -268,7 +272,7 @@ class Buffer:
         return (
             f"hybrid_ep.Buffer: rank {t.rank} of {t.num_ranks}, {t.num_nodes} node(s) of "
             f"{t.ranks_per_node}, {self.device}\n"
-            f"  {self.num_experts} experts ({self.num_local_experts} a rank), top-{self.topk}, "
+            f"  {self.num_experts} experts ({self.num_local_experts} per rank), top-{self.topk}, "
             f"hidden {self.hidden}, at most {self.max_tokens} tokens of {self.dtype}\n"
             f"  {self.communicator.backend.describe()}{released}\n"
             f"  because {self.backend_reason}"
@@ -369,6 +373,31 @@ class Buffer:
         """
         self.communicator.close(_GONE)
         self._state = _DESTROYED
+
+    def __enter__(self) -> Buffer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """End the Buffer: with a barrier, or after an exception at once, as peers may be gone."""
+        try:
+            if kind is None:
+                with self._group.together():
+                    refuse_in_capture("ended")
+                    if self._state == _LIVE:
+                        self._raise_failures()
+        finally:
+            self.destroy()
+
+    def __repr__(self) -> str:
+        """One line that waits for nothing, also of a Buffer whose construction failed."""
+        if not hasattr(self, "layout_size"):
+            return "Buffer(not made)"
+        t = self.topology
+        return (
+            f"Buffer(rank {t.rank} of {t.num_ranks}, hidden={self.hidden}, "
+            f"num_experts={self.num_experts}, max_tokens={self.max_tokens}, topk={self.topk}, "
+            f"dtype={self.dtype}, device='{self.device}', backend='{self.backend}', {self._state})"
+        )
 
     # A copied model (an average of weights, a frozen teacher) must go on calling with the peers of
     # this Buffer. A second one could only be made by all ranks together.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(eq=False)  # not frozen: that would be two thirds of the time it takes to make one
+@dataclass(eq=False, repr=False)  # not frozen: that would be two thirds of the time to make one
 class Handle:
     """The layout of one dispatch: which token went to which row, and how it comes home.
 
@@ -35,6 +35,14 @@ class Handle:
     num_tokens: int
     num_rows: int
     max_rows: int | None
+
+    def __repr__(self) -> str:
+        """The sizes that the host knows: to read a tensor would wait for the GPU."""
+        return (
+            f"Handle(num_tokens={self.num_tokens}, num_rows={self.num_rows}, "
+            f"max_rows={self.max_rows}, num_local_experts={self.counts.shape[0]}, "
+            f"device='{self.layout.device}')"
+        )
 
     @property
     def required_rows(self) -> Tensor:

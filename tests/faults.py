@@ -5,6 +5,7 @@ What an error says besides is the backend's own: ``told`` looks at what ``mistak
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -46,3 +47,13 @@ def dies(pool: Pool, phase: str, sizes: Sizes, told: Told) -> None:
     check_named(outcomes, phase, told)
     assert outcomes[-1].exit_code == -9
     assert pool.close() == [0] * (pool.num_ranks - 1) + [-9]
+
+
+def check_mixed_dtypes(text: str, phase: str, what: str, here: str, there: str) -> None:
+    """The text of a PeerError of the torch backend tells both calls, equal but for the dtypes."""
+    calls = re.search(r"\): the peer made another call; here: (.*); there: (.*)$", text)
+    assert calls is not None, text
+    assert calls[1].startswith(f"{phase}, call "), text
+    other = rf"\1({there})"
+    assert re.sub(rf"({what} of [\d,]+ bytes )\({here}\)", other, calls[1]) == calls[2], text
+    assert calls[1] != calls[2]

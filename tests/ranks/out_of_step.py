@@ -152,6 +152,12 @@ def mix_routes(
     return type(error).__name__, str(error)
 
 
+MIXED_DTYPES = (
+    ("bfloat16", "float16"),
+    ("float16", "bfloat16"),
+)  # on each of two ranks, here, there
+
+
 def mix_dtypes(me: Rank, verb: str) -> str:
     """The last rank sends float16 where the others send bfloat16, which is as wide."""
     call = mistakes.Call(me)

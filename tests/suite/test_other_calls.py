@@ -1,11 +1,13 @@
 """Calls that do not belong together, calls of two threads, deadlines of any length."""
 
 import math
+import re
 import threading
 from dataclasses import replace
 
 import pytest
 
+from tests import faults
 from tests.checks import same_bytes
 from tests.ranks import mistakes, out_of_step
 from tests.ranks.out_of_step import CASE
@@ -41,26 +43,30 @@ def test_layouts_of_two_routes_in_another_order_are_a_peer_error(
             peers = [last] if rank < last else range(last)
             starts = [f"rank {rank} waited for rank {peer} in {phase} (call " for peer in peers]
             assert text.startswith(tuple(starts)), text
-            assert "with another layout: that of route " in text
+            here, there = text.split("the peer makes this call with another layout; ")[1].split(
+                "; "
+            )
+            told = rf"{phase}, call \d+ of the Buffer, the layout of route \d+"
+            assert re.fullmatch(f"here: {told}", here) and re.fullmatch(f"there: {told}", there)
+            assert here.partition(": ")[2] != there.partition(": ")[2]
         else:
             peer = last if rank < last else 0
             assert text.startswith(f"rank {rank} waited for rank {peer} in {phase} (call ")
-            assert "): the peer replays the layout of another route: that of call " in text
+            assert "): the peer replays the layout of another route; here: " in text
+            assert re.search(rf"; there: {phase}, call \d+, .*, the layout of call \d+ of B", text)
 
 
 @pytest.mark.parametrize("verb", ["dispatch", "replay", "scales", "combine"])
 def test_dtypes_of_one_width_are_a_peer_error(target, world, verb):
     told = world(2).run(out_of_step.mix_dtypes, verb)
-    name = {"scales": "scales", "combine": "rows"}.get(verb, "x")
-    texts = (
-        f"the dtype of {name} is bfloat16 here, float16 there",
-        f"the dtype of {name} is float16 here, bfloat16 there",
-    )
-    for text, part in zip(told, texts, strict=True):
+    phase = "combine" if verb == "combine" else "dispatch"
+    what = "scales" if verb == "scales" else "rows"
+    for text, (here, there) in zip(told, out_of_step.MIXED_DTYPES, strict=True):
         if target.has_kernels:
-            assert text.endswith("with other sizes, dtypes or num_sms"), text
+            start = "the peer makes this call with other sizes, dtypes or num_sms; here and there: "
+            assert f"{start}{phase}" in text, text
         else:
-            assert text.endswith(f"the peer made another call: {part}")
+            faults.check_mixed_dtypes(text, phase, what, here, there)
 
 
 def test_a_second_thread_is_refused_in_a_world_of_one(alone):

@@ -402,18 +402,21 @@ ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
     "another_phase": (
         (9, 4, 2, 77),
         (9, 4, 1, 77),
-        "the peer makes another call: combine, and here it is dispatch",
+        "the peer makes another call; here: dispatch, call 9 of the Buffer; there: combine, call 9 "
+        "of the Buffer",
     ),
     "another_layout": (
         (9, 3, 1, 77),
         (9, 4, 1, 77),
-        "the peer makes this call with another layout: that of route 3, and here it is that of "
-        "route 4",
+        "the peer makes this call with another layout; here: dispatch, call 9 of the Buffer, the "
+        "layout of route 4; there: dispatch, call 9 of the Buffer, the layout of route 3",
     ),
     "other_sizes": (
         (9, 4, 1, 76),
         (9, 4, 1, 77),
-        "the peer makes this call with other sizes, dtypes or num_sms",
+        "the peer makes this call with other sizes, dtypes or num_sms; here and there: dispatch, "
+        "call 9 of the Buffer; compare num_sms, and the shapes and dtypes of x, scales or weights "
+        "on both ranks",
     ),
 }
 

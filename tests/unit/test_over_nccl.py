@@ -11,6 +11,7 @@ from hybrid_ep import PeerError
 from hybrid_ep.backends.torch.carrier import choose_carrier, serving_backend
 from hybrid_ep.backends.torch.collectives import Collectives
 from hybrid_ep.errors import SetupError
+from tests import faults
 from tests.cases import CASES, params
 from tests.checks import check_verbs, same_bytes
 from tests.ranks import out_of_step, over_nccl
@@ -113,7 +114,7 @@ def test_two_buffers_of_a_group_in_another_order_are_a_peer_error(world, num_ran
     told = world(num_ranks).run(over_nccl.run, over_nccl.two_buffers_in_another_order, case)
     for kind, text in told:
         assert kind == "PeerError"
-        assert "): the peer made a call of another Buffer: " in text
+        assert "): the peer made a call of another Buffer; here: Buffer " in text
 
 
 @pytest.mark.parametrize("verb", [out_of_step.replay, out_of_step.combine])
@@ -126,12 +127,11 @@ def test_layouts_of_two_routes_in_another_order_are_a_peer_error(world, verb):
 @pytest.mark.parametrize("verb", ["dispatch", "replay", "scales", "combine"])
 def test_dtypes_of_one_width_are_a_peer_error(world, verb):
     told = world(2).run(over_nccl.run, out_of_step.mix_dtypes, verb)
-    name = {"scales": "scales", "combine": "rows"}.get(verb, "x")
     phase = "combine" if verb == "combine" else "dispatch"
-    for text, dtypes in zip(told, (("bfloat16", "float16"), ("float16", "bfloat16")), strict=True):
-        here, there = dtypes
+    what = "scales" if verb == "scales" else "rows"
+    for text, (here, there) in zip(told, out_of_step.MIXED_DTYPES, strict=True):
         assert f" in {phase} (call " in text
-        assert text.endswith(f"the dtype of {name} is {here} here, {there} there")
+        faults.check_mixed_dtypes(text, phase, what, here, there)
 
 
 @pytest.mark.parametrize("at", [1, 2], ids=["tables", "rows"])

@@ -121,7 +121,8 @@ class CudaBackend:
                 f"token {fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
             )
         if fault.kind == _OTHER_CALL:
-            reason = _difference(fault.seen, fault.mine, self._layout_base)
+            phase = _PHASES[fault.phase]
+            reason = _difference(fault.seen, fault.mine, self._layout_base, phase)
         elif fault.kind == _PEER_GAVE_UP:
             reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
         elif fault.kind == _IN_VAIN:
@@ -358,17 +359,36 @@ class CudaBackend:
         return num_rows
 
 
-def _difference(theirs: int, mine: int, base: int) -> str:
-    """In words, what two announcements of one verb say (csrc/layout/announcement.h)."""
-    if mine == 0:  # a flag tells less
-        return "the peer makes this call with other sizes, dtypes or num_sms"
-    phases = [_PHASES[word >> 16 & 3] for word in (theirs, mine)]
-    routes = [(word >> 18) - base & _ROUTES for word in (theirs, mine)]
-    if phases[0] != phases[1]:
-        return f"the peer makes another call: {phases[0]}, and here it is {phases[1]}"
-    if routes[0] != routes[1]:
-        return (
-            f"the peer makes this call with another layout: that of route {routes[0]}, and here "
-            f"it is that of route {routes[1]}"
-        )
-    return "the peer makes this call with other sizes, dtypes or num_sms"
+_SIZED = {
+    "route": "topk_idx",
+    "dispatch": "x, scales or weights",
+    "combine": "rows or values",
+}
+
+
+def _difference(theirs: int, mine: int, base: int, phase: str) -> str:
+    """In words, what two announcements of one verb say (csrc/layout/announcement.h).
+
+    Args:
+        theirs: what the peer announced.
+        mine: what this rank announced; 0: a flag told, which knows no more than a signature.
+        base: of the layouts of this Buffer.
+        phase: that this rank waited in.
+    """
+    number = ""
+    if mine != 0:
+        announced = mine, theirs
+        here, there = (_PHASES[word >> 16 & 3] for word in announced)
+        number = f", call {mine >> 40:,} of the Buffer"  # the same: others are not compared
+        if here != there:
+            return f"the peer makes another call; here: {here}{number}; there: {there}{number}"
+        routes = [(word >> 18) - base & _ROUTES for word in announced]
+        if routes[0] != routes[1]:
+            calls = (f"{here}{number}, the layout of route {route:,}" for route in routes)
+            return "the peer makes this call with another layout; here: {}; there: {}".format(
+                *calls
+            )
+    return (
+        f"the peer makes this call with other sizes, dtypes or num_sms; here and there: {phase}"
+        f"{number}; compare num_sms, and the shapes and dtypes of {_SIZED[phase]} on both ranks"
+    )

@@ -114,9 +114,14 @@ class Calls:
         if not all(any(row[_NEXT]) for row in tables.theirs):  # on all ranks alike
             return False
         for peer, (mine, theirs) in enumerate(zip(*tables, strict=True)):
-            if text := _differing("dispatch", mine[_NEXT], theirs[_NEXT]):
-                self.exchange.open("dispatch", self.last + 1)
-                raise self.exchange.lacks(peer, text)
+            if mine[_NEXT] != theirs[_NEXT]:
+                call = self.last + 1
+                self.exchange.open("dispatch", call)
+                told = (
+                    f"dispatch, call {call}{_sizes_in_words('dispatch', row[_NEXT])}"
+                    for row in (mine, theirs)
+                )
+                raise self.exchange.lacks(peer, _both("the peer made another call", *told))
         return True
 
     def send(self, picked: Any, counts: list[int], back: list[int], phase: str) -> Any:
@@ -148,31 +153,45 @@ def difference(mine: list[int], theirs: list[int]) -> str | None:
     """In words, how the calls of two rows differ; None where they belong together."""
     if mine[_CALL] == theirs[_CALL]:
         return None
-    phase = _PHASES[mine[0]]
-    if theirs[0] != mine[0]:
-        return f"the peer made another call: {phase} here, {_PHASES[theirs[0]]} there"
+    calls = [_call_in_words(words) for words in (mine, theirs)]
     if theirs[1] != mine[1]:
-        return f"the peer made a call of another Buffer: {mine[1]} here, {theirs[1]} there"
-    if theirs[2] != mine[2]:
-        return f"the peer made another call: its number is {mine[2]} here, {theirs[2]} there"
-    if text := _differing(phase, mine[_COMMON:], theirs[_COMMON:]):
-        return text
-    here, there = (f"call {row[4]} of Buffer {row[3]}" for row in (mine, theirs))
-    return (
-        f"the peer replays the layout of another route: that of {here} here, that of {there} there"
-    )
+        calls = [
+            f"Buffer {row[1]}, {told}" for row, told in zip((mine, theirs), calls, strict=True)
+        ]
+        return _both("the peer made a call of another Buffer", *calls)
+    if mine[:3] != theirs[:3] or mine[3:_COMMON] == theirs[3:_COMMON]:
+        return _both("the peer made another call", *calls)
+    made_by = (f"call {row[4]} of Buffer {row[3]}" for row in (mine, theirs))
+    calls = [f"{call}, the layout of {route}" for call, route in zip(calls, made_by, strict=True)]
+    return _both("the peer replays the layout of another route", *calls)
 
 
-def _differing(phase: str, mine: list[int], theirs: list[int]) -> str | None:
-    differing = [
-        f"{name} is {_told(name, here)} here, {_told(name, there)} there"
-        for name, here, there in zip(_SIZES[phase], mine, theirs, strict=False)
-        if here != there
-    ]
-    return f"the peer made another call: {'; '.join(differing)}" if differing else None
+def _both(what: str, here: str, there: str) -> str:
+    return f"{what}; here: {here}; there: {there}"
 
 
-def _told(name: str, value: int) -> str:
-    if "dtype" in name:
-        return str(_DTYPES[value - 1]).removeprefix("torch.") if value else "none"
-    return str(value)
+def _call_in_words(words: list[int]) -> str:
+    """Such as ``dispatch, call 16, rows of 2,048 bytes (bfloat16)``."""
+    phase = _PHASES[words[0]]
+    return f"{phase}, call {words[2]}{_sizes_in_words(phase, words[_COMMON:])}"
+
+
+def _sizes_in_words(phase: str, sizes: list[int]) -> str:
+    """The sizes of a call, each behind a comma."""
+    if phase == "route":
+        return f", top-{sizes[0]}"
+    if phase == "dispatch":
+        x, scales, weights, dtype, dtype_of_scales, num_sms = sizes[:6]
+        told = f", rows of {x:,} bytes ({_dtype_name(dtype)})"
+        if dtype_of_scales:
+            told += f", scales of {scales:,} bytes ({_dtype_name(dtype_of_scales)})"
+        told += f", weights of {weights:,} bytes" if weights else ""
+        return told + (f", num_sms={num_sms}" if num_sms else "")
+    row_bytes, dtype, has_values, num_sms = sizes[:4]
+    told = f", rows of {row_bytes:,} bytes ({_dtype_name(dtype)})"
+    told += ", values beside the rows" if has_values else ""
+    return told + (f", num_sms={num_sms}" if num_sms else "")
+
+
+def _dtype_name(number: int) -> str:
+    return str(_DTYPES[number - 1]).removeprefix("torch.")
