@@ -36,7 +36,7 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     """
     title = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
     rows = [_row(record) for record in report["records"]]
-    tables.print_table(title, (*TEXTS, *NUMBERS), rows, texts=len(TEXTS))
+    _print(title, (*TEXTS, *NUMBERS), rows)
     print("ranks' us: medians of the fastest and of the slowest rank.")
     print("kernels us: from the first block to the last, by the GPU, traced in other calls.")
     print("on SMs: how many SMs they ran on, routing's short kernels among them.")
@@ -47,12 +47,21 @@ def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
         print(line)
     print()
     if phases := list(_phases(report["records"])):
-        tables.print_table("phases of a fresh call, us", PHASES, phases)
+        _print("phases of a fresh call, us", PHASES, phases, texts=None)
     if growth := list(_growth(report["records"])):
-        title = "time by tokens: a fixed part, and a rate"
-        tables.print_table(title, GROWTH, growth, texts=len(TEXTS))
+        _print("time by tokens: a fixed part, and a rate", GROWTH, growth)
     for reason in skipped:
         print(f"skipped: {reason}")
+
+
+def _print(
+    title: str, header: Sequence[str], rows: tables.Rows, texts: int | None = len(TEXTS)
+) -> None:
+    """A table, whose constant sizes are in its title."""
+    names, rows, constants = tables.drop_constants(header, rows, SIZES)
+    keys = sum(name in (*TEXTS, *SIZES) for name in names)
+    title = f"{title}; {constants}" if constants else title
+    tables.print_table(title, names, rows, texts=texts, keys=keys)
 
 
 def _phases(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:

@@ -79,7 +79,7 @@ class Progress:
 
             self._bar = progress.Progress(
                 progress.TextColumn("step {task.completed}/{task.total}"),
-                progress.BarColumn(),
+                progress.BarColumn(bar_width=8),  # so that 80 columns cut nothing
                 progress.TextColumn("{task.description}"),
                 progress.TimeRemainingColumn(),
             )

@@ -130,6 +130,8 @@ class Simulation:
                 *("network busy", "NVLink busy", "credits needed"),
             ),
             [_simulated(row) for row in self.rows],
+            texts=2,
+            keys=3,
         )
         sweep = self.chunk_sweep[0]
         print_table(
@@ -150,6 +152,8 @@ def _print_scaling(table: list[ScalingRow]) -> None:
             *("NVLink MB", "network us", "once a rank", "NVLink us", "longer", "even at GB/s"),
         ),
         [_scaling(row) for row in table],
+        texts=0,
+        keys=2,
     )
     bound = first_network_bound(table)
     if bound is None:
