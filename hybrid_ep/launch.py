@@ -45,12 +45,14 @@ class Failure:
         text: the traceback, or how the process ended.
         told: one paragraph for people, where the exception itself says all; else empty.
         is_echo: the rank failed because another did.
+        is_broken_pipe: nobody reads what it prints any more, as in ``hybrid-ep check | head``.
     """
 
     rank: int
     text: str
     told: str = ""
     is_echo: bool = False
+    is_broken_pipe: bool = False
 
     @classmethod
     def of(cls, rank: int, error: BaseException) -> Failure:
@@ -61,7 +63,7 @@ class Failure:
             or isinstance(error, (PeerError, GroupError))
             or "Connection closed by peer" in str(error)  # gloo: the process of a peer ended
         )
-        return cls(rank, traceback.format_exc(), told, is_echo)
+        return cls(rank, traceback.format_exc(), told, is_echo, isinstance(error, BrokenPipeError))
 
 
 class RanksFailed(RuntimeError):
@@ -70,6 +72,7 @@ class RanksFailed(RuntimeError):
     Attributes:
         told: the same for people, without the traceback where the exception says all.
         speaks: whether this is the one process that tells the user.
+        is_broken_pipe: the cause is that nobody reads the output any more.
     """
 
     def __init__(self, failures: Sequence[Failure], *, speaks: bool = True) -> None:
@@ -78,6 +81,7 @@ class RanksFailed(RuntimeError):
         super().__init__(f"rank {failure.rank} failed:\n{failure.text}")
         self.told = failure.told or str(self)
         self.speaks = speaks
+        self.is_broken_pipe = failure.is_broken_pipe
 
 
 def default_num_ranks() -> int:
@@ -294,8 +298,9 @@ def _rank_main(
         dist.destroy_process_group()
     except BaseException as error:
         results.put((rank, None, Failure.of(rank, error)))
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):  # nobody reads it any more
+                stream.flush()
         os._exit(1)  # an ordinary exit may end in std::terminate: threads of gloo still wait
 
 

@@ -41,7 +41,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybrid_ep_cli.options import DTYPES, add_device, add_ranks
+from hybrid_ep_cli.options import BACKENDS, DTYPES, add_device, add_files, add_ranks
 
 HELP = "time dispatch and combine on this machine"
 
@@ -59,66 +59,120 @@ SIZES = {
 }
 
 
+WHAT = {
+    "tokens": "tokens per rank in a call",
+    "hidden": "elements of a token",
+    "experts": "experts over all ranks",
+    "topk": "experts of a token",
+    "sms": "SMs of each phase",
+}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument(
         "--sweep",
         choices=SWEEPS,
-        help="tokens: 1k to 32k of one shape, and what is fixed in a call; sizes may be named too",
+        help="tokens: 1k to 32k tokens of one shape, and the fixed part of the time; sizes may be "
+        "named too (default: no sweep)",
     )
     parser.add_argument(
-        "--layer", action="store_true", help="time a whole MoE layer, forward, backward and step"
+        "--layer",
+        action="store_true",
+        help="time a whole MoE layer: forward, backward and step (default: dispatch and combine)",
     )
     parser.add_argument(
         "--shape",
         nargs="+",
         choices=SHAPES,
-        help="with --layer: the layers of these models; default on GPUs: deepseek-v3",
+        help="with --layer: the layers of these models (default: deepseek-v3 on GPUs, else the "
+        "sizes)",
     )
     parser.add_argument(
-        "--ffn", type=int, nargs="+", metavar="N", help="with --layer: inner size of an expert"
+        "--ffn",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="with --layer: inner size of an expert (default: 256)",
     )
     parser.add_argument(
         "--weight-at",
         choices=WEIGHT_PLACES,
-        help="with --layer: where the weights of a token's experts enter; default combine",
+        help="with --layer: where the weights of a token's experts enter (default: combine)",
     )
     add_ranks(parser)
-    parser.add_argument("--backend", default="auto", help="one of auto, torch, nvlink; or B,B")
+    parser.add_argument(
+        "--backend",
+        default="auto",
+        metavar="NAME[,NAME]",
+        help=f"of {', '.join(BACKENDS)}; one or several (default: auto)",
+    )
     add_device(parser)
     parser.add_argument(
         "--group",
         choices=(*GROUPS, UNNAMED),
         default=GROUPS[0],
-        help="what init_process_group gets, which carries the torch backend's rows (default "
-        f"{GROUPS[0]}); {UNNAMED}: nothing",
+        help="what init_process_group gets, which carries the torch backend's rows; "
+        f"{UNNAMED}: nothing (default: {GROUPS[0]})",
     )
     for name, default in SIZES.items():
         parser.add_argument(
-            f"--{name}", type=int, nargs="+", metavar="N", help=f"default {default}"
+            f"--{name}",
+            type=int,
+            nargs="+",
+            metavar="N",
+            help=f"{WHAT[name]} (default: {default})",
         )
-    parser.add_argument("--dtype", nargs="+", dest="dtypes", choices=DTYPES)
-    parser.add_argument("--sizing", nargs="+", default=list(SIZINGS), choices=SIZINGS)
+    parser.add_argument(
+        "--dtype",
+        nargs="+",
+        dest="dtypes",
+        choices=DTYPES,
+        help="dtypes of dispatch (default: bf16, on GPUs without any size named also fp8)",
+    )
+    parser.add_argument(
+        "--sizing",
+        nargs="+",
+        default=list(SIZINGS),
+        choices=SIZINGS,
+        help="exact: the host waits for the number of rows; max_rows: a bound (default: both)",
+    )
     parser.add_argument(
         "--skew",
         type=float,
         nargs="+",
         metavar="X",
-        help="exponents of a Zipf law of the experts' load; default 0, uniform",
+        help="exponents of a Zipf law of the experts' load (default: 0, which is uniform)",
     )
-    parser.add_argument("--align", type=int, default=1)
-    parser.add_argument("--weighted", action="store_true", help="combine with weights")
+    parser.add_argument(
+        "--align",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the rows of each expert to a multiple of N (default: 1)",
+    )
+    parser.add_argument(
+        "--weighted", action="store_true", help="combine with weights (default: without)"
+    )
     parser.add_argument(
         "--backward",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="time the gradients, too (the default)",
+        help="time the gradients, too (default: they are timed)",
     )
-    parser.add_argument("--iters", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=5)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw it, with matplotlib")
-    parser.add_argument("--commit", help="of the code, for the report; default: what git says")
     parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="measure nothing: show what --json wrote before"
+        "--iters", type=int, default=20, metavar="N", help="timed iterations (default: 20)"
+    )
+    parser.add_argument(
+        "--warmup", type=int, default=5, metavar="N", help="iterations before them (default: 5)"
+    )
+    add_files(parser, json="the report", plot="it")
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit to name in the report (default: what git says)"
+    )
+    parser.add_argument(
+        "--read",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: show what --json wrote before (default: measure)",
     )

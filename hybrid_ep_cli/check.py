@@ -1,6 +1,6 @@
 """Check on this machine that dispatch and combine do what they promise.
 
-Starts its own ranks, or uses torchrun's. One line a property; the last line counts them. The line
+Starts its own ranks, or uses torchrun's. One line per property; the last line counts them. The line
 of one that fails says on which ranks and what was seen there; then the exit code is 1.
 
     hybrid-ep check
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import BACKENDS, add_device, add_ranks
+from hybrid_ep_cli.options import add_backend, add_device, add_ranks
 
 HELP = "check dispatch and combine on this machine"
 
@@ -19,6 +19,11 @@ HELP = "check dispatch and combine on this machine"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_ranks(parser)
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    add_backend(parser)
     add_device(parser)
-    parser.add_argument("--ranks-per-node", type=int, help="default: all ranks are one node")
+    parser.add_argument(
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of a node, a divisor of the number of ranks (default: all ranks of a host)",
+    )

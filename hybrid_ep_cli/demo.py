@@ -12,9 +12,8 @@ backend, so two runs can be compared: --json writes what they did.
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
-from hybrid_ep_cli.options import BACKENDS, add_device, add_ranks
+from hybrid_ep_cli.options import add_backend, add_device, add_files, add_ranks
 
 HELP = "train a small MoE transformer here and show what communication costs"
 
@@ -22,8 +21,9 @@ HELP = "train a small MoE transformer here and show what communication costs"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_ranks(parser)
-    parser.add_argument("--steps", type=int, default=120, help="optimizer steps (default 120)")
-    parser.add_argument("--backend", choices=BACKENDS, default="auto")
+    parser.add_argument(
+        "--steps", type=int, default=120, metavar="N", help="optimizer steps (default: 120)"
+    )
+    add_backend(parser)
     add_device(parser)
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw loss and load, e.g. a .png")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write losses, times and load")
+    add_files(parser, json="losses, times and load", plot="loss and load")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import argparse
 
+from hybrid_ep_cli.options import add_report
+
 HELP = "what this machine has, what each backend needs, and what to do about it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    parser.add_argument("--json", action="store_true", help="print facts and findings as JSON")
+    add_report(parser, "facts and findings")

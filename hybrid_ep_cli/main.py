@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import os
 import runpy
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 from hybrid_ep_cli import bench, check, deep_ep_path, demo, doctor, plan, tune
 from hybrid_ep_cli.options import as_typed
@@ -41,11 +43,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"hybrid-ep {args.command}: {as_typed(str(error))}", file=sys.stderr)
         return 2
     except RanksFailed as error:
-        if error.speaks:
+        if error.is_broken_pipe:
+            _drop_output()
+        elif error.speaks:
             print(f"hybrid-ep {args.command}: {error.told}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # of `hybrid-ep plan | head`; at exit Python would flush and say so
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # of `hybrid-ep plan | head`
+        _drop_output()
         return 1
     except OSError as error:
         print(f"hybrid-ep {args.command}: {error}", file=sys.stderr)
@@ -54,18 +58,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+class CommandParser(argparse.ArgumentParser):
+    """The parser of one command: what it does not know is an error with the command's usage."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments; exits with code 2 where some are unknown."""
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(_unknown(unknown, self._option_string_actions))
+        return found, unknown
+
+
 def make_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="hybrid-ep", description="Expert-parallel dispatch and combine for PyTorch."
     )
     parser.add_argument("--version", action="version", version=f"hybrid_ep {_version()}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="command", parser_class=CommandParser
+    )
     for name, module in COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.__doc__)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         module.add_arguments(command)
     return parser
+
+
+def _unknown(unknown: Sequence[str], options: Iterable[str]) -> str:
+    """What argparse says of arguments that it does not know, and which option is spelled alike."""
+    told = f"unrecognized arguments: {' '.join(unknown)}"
+    alike = difflib.get_close_matches(unknown[0].partition("=")[0], list(options), n=1)
+    return f"{told}; did you mean {alike[0]}?" if alike else told
+
+
+def _drop_output() -> None:
+    """Nobody reads it any more; at exit Python would flush it, and say so."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _version() -> str:

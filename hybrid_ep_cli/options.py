@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import re
+from pathlib import Path
 
 # What the library knows too, without its imports; tests/unit/test_commands.py compares them.
 BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
+STDOUT = "-"  # --json without a file
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp8": "float8_e4m3fn"}
 
 _OPTIONS = {
@@ -21,6 +23,8 @@ _OPTIONS = {
     "align": "--align",
     "node_limit": "--node-limit",
     "num_sms": "--sms",
+    "num_sms_dispatch": "--sms",
+    "num_sms_combine": "--sms",
     "network_channels": "--channels",
     "network_chunk_tokens": "--chunk",
     "network_window_chunks": "--window",
@@ -43,9 +47,57 @@ def as_typed(text: str) -> str:
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """``--ranks``, of a command that starts them."""
-    parser.add_argument("--ranks", type=int, help="default: the GPUs, else 4")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="number of ranks (default: one per GPU where there are several GPUs, else 4)",
+    )
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """``--backend``, of a command that takes one."""
+    parser.add_argument(
+        "--backend",
+        choices=BACKENDS,
+        default="auto",
+        help="what moves the tokens; nvshmem is experimental: it has run between virtual nodes of "
+        "one host, on no network yet (default: auto)",
+    )
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     """``--device``."""
-    parser.add_argument("--device", choices=("auto", "cpu"), default="auto")
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu"),
+        default="auto",
+        help="auto: the GPUs if there are any, else the CPU (default: auto)",
+    )
+
+
+def add_files(parser: argparse.ArgumentParser, *, json: str, plot: str | None = None) -> None:
+    """``--json`` and ``--plot``, of a command that measures; each says what the file holds."""
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help=f"write {json} to FILE (default: no file)"
+    )
+    if plot is not None:
+        parser.add_argument(
+            "--plot",
+            type=Path,
+            metavar="FILE",
+            help=f"draw {plot} to FILE, whose ending names the format, such as .png; needs "
+            "matplotlib (default: no file)",
+        )
+
+
+def add_report(parser: argparse.ArgumentParser, what: str) -> None:
+    """``--json``, of a command that measures nothing: FILE may be left out."""
+    parser.add_argument(
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help=f"write {what} as JSON to FILE; without FILE to stdout, instead of the text "
+        "(default: the text alone)",
+    )

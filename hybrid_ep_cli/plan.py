@@ -1,7 +1,7 @@
 """Memory, traffic and lower bounds of time of a configuration; needs no GPU and no other rank.
 
 Expected values are means over routings that draw each token's experts uniformly at random; worst
-values hold for any routing. kB, MB and GB are 1e3, 1e6 and 1e9 bytes.
+values hold for any routing. kB, MB, GB and TB are 1e3, 1e6, 1e9 and 1e12 bytes.
 
   hybrid-ep plan --ranks 64 --ranks-per-node 8 --tokens 4096 --hidden 7168 --experts 256 --topk 8
   hybrid-ep plan --scaling     dispatch of DeepSeek-V3 on 8 to 1,024 ranks: bytes, floors of time
@@ -16,17 +16,19 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import DTYPES
+from hybrid_ep_cli.options import DTYPES, add_report
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
 SIZES = {
-    "ranks": "ranks of the group",
-    "tokens": "tokens of a rank in one call",
-    "hidden": "elements of a token",
-    "experts": "experts over all ranks",
-    "topk": "distinct experts of a token",
+    "ranks": ("ranks of the group", "8 to 1,024"),
+    "tokens": ("tokens per rank in one call", "4096"),
+    "hidden": ("elements of a token", "7168"),
+    "experts": ("experts over all ranks", "256"),
+    "topk": ("distinct experts of a token", "8"),
 }
+# GB (1e9 bytes) of memory, as in NVIDIA's data sheets; those that the kernels run on
+GPUS = {"h100": 80.0, "h200": 141.0, "b200": 180.0, "gb200": 186.0}
 ASSUMED_US = {
     "network-latency": (5.0, "latency of the network"),
     "nvlink-latency": (2.0, "latency of NVLink"),
@@ -39,46 +41,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     tables = parser.add_argument_group("tables of several nodes, in place of one plan")
     tables.add_argument(
-        "--scaling", action="store_true", help="traffic of dispatch on 1 to 128 nodes (of 8 ranks)"
+        "--scaling",
+        action="store_true",
+        help="traffic of dispatch on 1 to 128 nodes of 8 ranks; a model (default: one plan)",
     )
     tables.add_argument(
         "--simulate",
         action="store_true",
-        help="model the chunks across 2, 4 and 8 nodes; no measurement has confirmed the model",
+        help="chunks across 2, 4 and 8 nodes; a model that no measurement has confirmed (default: "
+        "one plan)",
     )
     sizes = parser.add_argument_group("sizes, the first five required for one plan")
-    for name, what in SIZES.items():
-        sizes.add_argument(f"--{name}", type=int, help=what)
+    for name, (what, default) in SIZES.items():
+        sizes.add_argument(
+            f"--{name}", type=int, metavar="N", help=f"{what} (default in the tables: {default})"
+        )
     sizes.add_argument(
-        "--ranks-per-node", type=int, help="ranks of a node (default: all; 8 in the tables)"
+        "--ranks-per-node",
+        type=int,
+        metavar="N",
+        help="ranks of a node (default: all; in the tables 8)",
     )
-    sizes.add_argument("--dtype", choices=DTYPES, help="of dispatch (default: bf16)")
+    sizes.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of dispatch (default: bf16; in the tables also fp8)"
+    )
     sizes.add_argument(
         "--scale-bytes",
         type=int,
+        metavar="N",
         help="bytes of scales per token (default: a float32 for each 128 values of fp8, else 0)",
     )
-    sizes.add_argument("--align", type=int, default=1, help="pad each expert's rows to a multiple")
-    sizes.add_argument("--node-limit", type=int, help="most nodes that a token's experts lie on")
+    sizes.add_argument(
+        "--align",
+        type=int,
+        default=1,
+        metavar="N",
+        help="pad the rows of each expert to a multiple of N (default: 1)",
+    )
+    sizes.add_argument(
+        "--node-limit",
+        type=int,
+        metavar="N",
+        help="most nodes that a token's experts lie on (default: any; in the tables also 4)",
+    )
+    sizes.add_argument(
+        "--gpu",
+        type=memory_of_gpu,
+        nargs="+",
+        metavar="NAME",
+        help=f"say whether the plan fits in the memory of these GPUs: {', '.join(GPUS)}, or its GB "
+        "of 1e9 bytes (default: those with a name)",
+    )
     window = parser.add_argument_group("settings of Config, for several nodes")
     window.add_argument(
         "--channels",
         type=int,
-        help="network_channels: queue pairs to each rail peer",
+        metavar="N",
+        help="network_channels: queue pairs to each rail peer (default: 8)",
     )
     window.add_argument(
         "--chunk",
         type=int,
-        help="network_chunk_tokens: tokens sent with one signal",
+        metavar="N",
+        help="network_chunk_tokens: tokens sent with one signal (default: 8)",
     )
     window.add_argument(
         "--window",
         type=int,
-        help="network_window_chunks: chunks under way at once",
+        metavar="N",
+        help="network_window_chunks: chunks under way at once (default: 4)",
     )
     rates = parser.add_argument_group("rates, per rank and direction")
-    rates.add_argument("--nvlink-gbs", type=float, metavar="GB/S")
-    rates.add_argument("--network-gbs", type=float, metavar="GB/S")
+    rates.add_argument(
+        "--nvlink-gbs",
+        type=float,
+        metavar="GB/S",
+        help="rate of NVLink; the default was measured between two H200 (default: 330)",
+    )
+    rates.add_argument(
+        "--network-gbs",
+        type=float,
+        metavar="GB/S",
+        help="rate of the network card of a rank; an assumption (default: 50)",
+    )
     for name, (us, what) in ASSUMED_US.items():
         rates.add_argument(
             f"--{name}-us",
@@ -87,11 +132,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="US",
             help=f"for --simulate: {what}; an assumption (default: {us:g})",
         )
-    rates.add_argument("--sms", type=int, help="SMs of a phase")
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const="-",
-        metavar="FILE",
-        help="write the plan as JSON to FILE; without FILE to stdout, instead of the tables",
-    )
+    rates.add_argument("--sms", type=int, metavar="N", help="SMs of a phase (default: 32)")
+    add_report(parser, "the plan")
+    parser.set_defaults(known_gpus=tuple(map(memory_of_gpu, GPUS)))
+
+
+def memory_of_gpu(name: str) -> tuple[str, float]:
+    """A GPU by its name, or by its memory in GB: what to call it, and GB."""
+    if name.lower() in GPUS:
+        return name.upper(), GPUS[name.lower()]
+    try:
+        gb = float(name)
+    except ValueError:
+        gb = 0.0
+    if not 0 < gb < float("inf"):
+        raise argparse.ArgumentTypeError(
+            f"must be one of {', '.join(GPUS)}, or a number of GB, got {name}"
+        )
+    return f"a GPU of {gb:g} GB", gb

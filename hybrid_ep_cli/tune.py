@@ -1,5 +1,7 @@
 """Find numbers of SMs and a slice for a shape on the GPUs here, and write them as a Config.
 
+Experimental: tested with made-up times and on the CPU; it has not run on a GPU yet.
+
 Starts its own ranks, or uses torchrun's. Each setting is timed in turns with the default Config, as
 `bench` times the fresh calls of exact size; x default is the median of its time over the default's.
 
@@ -22,29 +24,53 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybrid_ep_cli.options import DTYPES, add_ranks
+from hybrid_ep_cli.options import DTYPES, add_files, add_ranks
 
-HELP = "find SM counts and slices for a shape on these GPUs, as a file that Buffer loads"
+HELP = "find SM counts and slices for a shape on these GPUs (experimental)"
 
+SIZES = {
+    "tokens": "tokens per rank in one call",
+    "hidden": "elements of a token",
+    "experts": "experts over all ranks",
+    "topk": "distinct experts of a token",
+}
 AIMS = ("fastest", "fewest")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_ranks(parser)
-    parser.add_argument("--tokens", type=int, required=True, help="tokens of a rank in one call")
-    parser.add_argument("--hidden", type=int, required=True, help="elements of a token")
-    parser.add_argument("--experts", type=int, required=True, help="experts over all ranks")
-    parser.add_argument("--topk", type=int, required=True, help="distinct experts of a token")
-    parser.add_argument("--dtype", choices=DTYPES, default="bf16", help="of dispatch")
+    for name, what in SIZES.items():
+        parser.add_argument(
+            f"--{name}", type=int, required=True, metavar="N", help=f"{what} (required)"
+        )
     parser.add_argument(
-        "--max-sms", type=int, default=48, metavar="N", help="of a phase; default 48"
+        "--dtype", choices=DTYPES, default="bf16", help="dtype of dispatch (default: bf16)"
     )
-    parser.add_argument("--aim", choices=AIMS, default="fastest", help="default fastest")
-    parser.add_argument("--within", type=float, default=1.05, metavar="X", help="default 1.05")
     parser.add_argument(
-        "--seconds", type=float, default=60.0, metavar="S", help="of search; default 60"
+        "--max-sms", type=int, default=48, metavar="N", help="most SMs of a phase (default: 48)"
     )
-    parser.add_argument("--out", type=Path, required=True, metavar="FILE", help="the Config")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
-    parser.add_argument("--commit", help="of the code, for the files; default: what git says")
+    parser.add_argument(
+        "--aim", choices=AIMS, default="fastest", help="what to look for (default: fastest)"
+    )
+    parser.add_argument(
+        "--within",
+        type=float,
+        default=1.05,
+        metavar="X",
+        help="with --aim fewest: at most X times the least time (default: 1.05)",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="no new setting is tried after S seconds (default: 60)",
+    )
+    parser.add_argument(
+        "--out", type=Path, required=True, metavar="FILE", help="write the Config (required)"
+    )
+    add_files(parser, json="what was measured")
+    parser.add_argument(
+        "--commit", metavar="HASH", help="commit to name in the files (default: what git says)"
+    )

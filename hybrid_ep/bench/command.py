@@ -20,7 +20,7 @@ from hybrid_ep.bench.layer.table import print_layers
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
-from hybrid_ep.output.files import check_matplotlib, make_room
+from hybrid_ep.output.files import make_room, make_room_for_plot
 
 _UNNAMED = "unnamed"  # of --group
 _DEFAULTS: dict[str, Any] = {
@@ -52,7 +52,14 @@ def run(args: argparse.Namespace) -> int:
     if args.read is not None:
         report = _read(args.read)
         make_room("--json", args.json)
-        _tell(args, report, [])
+        make_room_for_plot(args.plot)
+        try:
+            _tell(args, report, [])
+        except (KeyError, TypeError, AttributeError) as error:  # a record is not one of ours
+            raise ValueError(
+                f"--read must name a file that --json wrote, got {args.read}: "
+                f"{type(error).__name__} {error}"
+            ) from error
         return 0
     num_ranks = ranks_here(args.ranks)
     measure: Callable[..., dict[str, Any]]
@@ -67,8 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for each in options:
         each.check(num_ranks)
     make_room("--json", args.json)
-    make_room("--plot", args.plot)
-    check_matplotlib(args.plot)
+    make_room_for_plot(args.plot)
     group = None if args.group == _UNNAMED else args.group
     ran = on_ranks(measure, args.ranks, *options, device=args.device, group=group)
     measured = ran.values[0]

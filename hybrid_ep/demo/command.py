@@ -13,7 +13,7 @@ from hybrid_ep.demo.report import ranks, show_load, summary
 from hybrid_ep.demo.text import standard_library_files
 from hybrid_ep.demo.training import BATCH, check_and_train
 from hybrid_ep.launch import default_num_ranks, run_ranks
-from hybrid_ep.output.files import check_matplotlib, check_writable
+from hybrid_ep.output.files import make_room, make_room_for_plot
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,9 +51,6 @@ def _checked_ranks(args: argparse.Namespace) -> int:
         )
     if args.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {args.steps}")
-    for flag, path in (("--plot", args.plot), ("--json", args.json)):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{flag} must name a file in a folder that exists, got {path}")
-        check_writable(flag, path)
-    check_matplotlib(args.plot)
+    make_room("--json", args.json)
+    make_room_for_plot(args.plot)
     return num_ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 
@@ -17,24 +16,23 @@ from hybrid_ep.doctor.diagnosis import (
     usable_backends,
 )
 from hybrid_ep.doctor.machine import EXTENSION, Facts, Gpu, gather_facts
+from hybrid_ep.output.files import check_report, tell
 
 
 def run(args: argparse.Namespace) -> int:
     """Examine this machine and print what was found."""
+    check_report(args.json)
     facts = gather_facts()
     findings = diagnose(facts)
     healthy = is_healthy(findings)
-    if args.json:
-        report = {
-            "healthy": healthy,
-            "usable": usable_backends(findings),
-            "facts": asdict(facts),
-            "network": _network_settings(facts),
-            "findings": [asdict(finding) for finding in findings],
-        }
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n".join(describe(facts, findings)))
+    report = {
+        "healthy": healthy,
+        "usable": usable_backends(findings),
+        "facts": asdict(facts),
+        "network": _network_settings(facts),
+        "findings": [asdict(finding) for finding in findings],
+    }
+    tell(args.json, report, lambda: print("\n".join(describe(facts, findings))))
     return 0 if healthy else 1
 
 

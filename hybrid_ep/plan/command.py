@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from hybrid_ep.backends.cuda.nvshmem import refuse_too_few_sms
 from hybrid_ep.config import Config
 from hybrid_ep.layout.network_window import Window
+from hybrid_ep.output.files import check_report, tell
 from hybrid_ep.output.tables import Rows, in_bytes, print_table
 from hybrid_ep.plan import scaling_tables
 from hybrid_ep.plan.plan import UNCONFIRMED, Phase, Plan, make_plan
@@ -20,7 +18,6 @@ from hybrid_ep.plan.scaling import WeakScaling, deepseek_v3
 from hybrid_ep.plan.scaling_tables import Pair
 from hybrid_ep.shape import DTYPES, Shape, default_scale_bytes, dtype_name
 
-STDOUT = "-"  # --json without a file
 NODE_LIMIT = 4  # DeepSeek-V3's, of the tables of several nodes
 SIZES = ("ranks", "tokens", "hidden", "experts", "topk")
 
@@ -30,7 +27,11 @@ def run(args: argparse.Namespace) -> int:
     if args.scaling or args.simulate:
         return _several_nodes(args)
     plan = _one_plan(args)
-    return _tell(args.json, plan.as_dict(), lambda: _print_plan(plan))
+    check_report(args.json)
+    gpus = [_in_memory(plan, *gpu) for gpu in args.gpu or args.known_gpus]
+    report = {**plan.as_dict(), "gpus": gpus}
+    tell(args.json, report, lambda: _print_plan(plan, gpus))
+    return 0
 
 
 def _one_plan(args: argparse.Namespace) -> Plan:
@@ -50,11 +51,14 @@ def _one_plan(args: argparse.Namespace) -> Plan:
         dtype=dtype,
         scale_bytes=scale_bytes,
     )
+    config = _config(args)
+    if shape.num_nodes > 1:
+        refuse_too_few_sms(config)
     return make_plan(
         shape,
         align=args.align,
         node_limit=args.node_limit,
-        config=_config(args),
+        config=config,
         **_given(nvlink_gbs=args.nvlink_gbs, network_gbs=args.network_gbs, num_sms=args.sms),
     )
 
@@ -63,6 +67,8 @@ def _config(args: argparse.Namespace) -> Config:
     """The settings meant; ValueError where no Buffer would take them."""
     return Config(
         **_given(
+            num_sms_dispatch=args.sms,
+            num_sms_combine=args.sms,
             network_channels=args.channels,
             network_chunk_tokens=args.chunk,
             network_window_chunks=args.window,
@@ -81,7 +87,10 @@ def _several_nodes(args: argparse.Namespace) -> int:
             "--ranks must be left out with --scaling and --simulate, which have numbers of nodes "
             f"of their own, got {args.ranks}"
         )
+    if args.gpu is not None:
+        raise ValueError("--gpu must be left out with --scaling and --simulate")
     pairs, config = _pairs(args), _config(args)
+    check_report(args.json)
     tables = {}
     if args.scaling:
         tables["scaling"] = scaling_tables.Scaling.of(pairs)
@@ -101,7 +110,8 @@ def _several_nodes(args: argparse.Namespace) -> int:
             table.show()
 
     report = {name: table.as_dict() for name, table in tables.items()}
-    return _tell(args.json, {"status": UNCONFIRMED, **report}, show)
+    tell(args.json, {"status": UNCONFIRMED, **report}, show)
+    return 0
 
 
 def _pairs(args: argparse.Namespace) -> list[Pair]:
@@ -126,23 +136,22 @@ def _pairs(args: argparse.Namespace) -> list[Pair]:
     return pairs
 
 
-def _tell(target: str | None, report: dict[str, Any], show: Callable[[], None]) -> int:
-    """Show tables, or write JSON to stdout in their place, or both if the JSON goes to a file."""
-    text = json.dumps(report, indent=2) + "\n"
-    if target == STDOUT:
-        sys.stdout.write(text)
-        return 0
-    show()
-    if target is not None:
-        try:
-            Path(target).write_text(text)
-        except OSError as error:
-            raise ValueError(f"--json must name a file that can be written: {error}") from error
-        print(f"written to {target}")
-    return 0
+def _in_memory(plan: Plan, name: str, gb: float) -> dict[str, Any]:
+    """What the library takes of a GPU's memory: symmetric, a handle, and dispatch's output rows."""
+    fixed = plan.symmetric_bytes + plan.handle_bytes
+    expected, worst = (fixed + r * plan.row_bytes for r in (plan.rows.expected, plan.rows.worst))
+    memory = gb * 1e9
+    return {
+        "gpu": name,
+        "memory_bytes": memory,
+        "expected_bytes": expected,
+        "worst_bytes": worst,
+        "fits_expected": expected <= memory,
+        "fits_worst": worst <= memory,
+    }
 
 
-def _print_plan(plan: Plan) -> None:
+def _print_plan(plan: Plan, gpus: list[dict[str, Any]]) -> None:
     shape, dtype = plan.shape, dtype_name(plan.shape.dtype)
     limit = "" if plan.node_limit is None else f", at most {plan.node_limit} nodes a token"
     scales = f" and {shape.scale_bytes} bytes of scales" if shape.scale_bytes else ""
@@ -158,6 +167,11 @@ def _print_plan(plan: Plan) -> None:
         print(f"{plan.status}\n")
     model = "model: " if plan.status else ""
     print_table("memory", ("what", "size", "note"), _memory(plan))
+    print_table(
+        "in the memory of a GPU: symmetric memory, a live handle and the output rows of a dispatch",
+        ("GPU", "memory", "with expected rows", "with the worst rows"),
+        [_fits(gpu) for gpu in gpus],
+    )
     print_table("fan-out", ("what", "expected", "worst"), _fan_out(plan))
     for name, phase in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         print_table(
@@ -221,6 +235,15 @@ def _memory(plan: Plan) -> Rows:
             "its receive buffer, tokens x ranks; not ours",
         ),
     ]
+
+
+def _fits(gpu: dict[str, Any]) -> tuple[str, ...]:
+    def told(name: str) -> str:
+        fits = "fits" if gpu[f"fits_{name}"] else "does not fit"
+        share = gpu[f"{name}_bytes"] / gpu["memory_bytes"]
+        return f"{fits}: {in_bytes(gpu[f'{name}_bytes'])}, {share:.1%}"
+
+    return gpu["gpu"], in_bytes(gpu["memory_bytes"]), told("expected"), told("worst")
 
 
 def _window(window: Window) -> Rows:

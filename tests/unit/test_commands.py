@@ -20,11 +20,14 @@ from hybrid_ep.demo import command as demo
 from hybrid_ep.launch import Failure, RanksFailed
 from hybrid_ep.launch import _free_port as free_port
 from hybrid_ep.moe import WEIGHT_PLACES
+from hybrid_ep.output import files
 from hybrid_ep.plan import pipeline_model
 from hybrid_ep.shape import DTYPES
 from hybrid_ep.tune.search import AIMS, Goal
 from hybrid_ep_cli import options
 from hybrid_ep_cli.main import COMMANDS, main, make_parser
+
+PLAN = "--ranks 2 --tokens 8 --hidden 8 --experts 8 --topk 1"
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -45,7 +48,13 @@ def test_check_passes(capfd, num_ranks):
             "by the number of ranks, got --experts 256 with 3 ranks",
         ),
         ("bench --json /dev/null/report.json", "--json must name a file that can be written"),
-        ("bench --plot /", "--plot must name a file that can be written, got /"),
+        ("bench --plot /", "--plot must end in one of .eps, "),
+        ("bench --plot picture", "--plot must end in one of .eps, "),
+        ("bench --plot /dev/null/picture.png", "--plot must name a file that can be written"),
+        ("doctor --json /", "--json must name a file that can be written, got /"),
+        ("plan --scaling --gpu h200", "--gpu must be left out with --scaling"),
+        (f"plan {PLAN} --ranks-per-node 1 --sms 2", "--sms must be at least 3 with the nvshmem"),
+        (f"plan {PLAN} --sms 0", "--sms must be an integer of at least 1, got 0"),
         ("bench --ffn 64", "--ffn needs --layer"),
         ("bench --weight-at activation", "--weight-at needs --layer"),
         ("bench --layer --sweep tokens", "--sweep must be left out with --layer"),
@@ -59,7 +68,7 @@ def test_check_passes(capfd, num_ranks):
         ("check --ranks 4 --ranks-per-node 3", "got --ranks-per-node 3 with 4 ranks"),
         ("demo --ranks 3", "--ranks must divide the number of experts, 16, got 3"),
         ("demo --json /", "--json must name a file that can be written, got /"),
-        ("plan --ranks 1 --tokens 8 --hidden 8 --experts 8 --topk 1 --json /", "--json must name"),
+        (f"plan {PLAN} --json /", "--json must name"),
         ("plan --ranks 3 --tokens 8 --hidden 8 --experts 8 --topk 1", "--experts must be div"),
     ],
 )
@@ -120,11 +129,44 @@ def test_a_rank_that_fails_is_an_exit_code(capfd, monkeypatch, command, module, 
     assert capfd.readouterr().err == ""
 
 
-def test_a_report_of_another_kind_is_not_read(capfd, tmp_path):
+MACHINE = {"device": "a GPU", "num_gpus": 2, "commit": "abc"}
+
+
+@pytest.mark.parametrize(
+    "report",
+    [
+        {"records": []},
+        [],
+        {**MACHINE, "ceilings": {}, "records": [{"op": "dispatch"}]},
+        {**MACHINE, "ceilings": {}, "records": "none"},
+        {**MACHINE, "ceilings": None, "records": []},
+        {**MACHINE, "layers": [{"shape": "mixtral"}]},
+    ],
+)
+def test_a_report_of_another_kind_is_not_read(capfd, tmp_path, report):
     path = tmp_path / "report.json"
-    path.write_text(json.dumps({"records": []}))
+    path.write_text(json.dumps(report))
     assert main(["bench", "--read", str(path)]) == 2
     assert f"must name a file that --json wrote, got {path}" in one_line(capfd, "bench")
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        ("bench --jsn x", "unrecognized arguments: --jsn x; did you mean --json?"),
+        ("plan --sacling", "unrecognized arguments: --sacling; did you mean --scaling?"),
+        ("check 3", "unrecognized arguments: 3"),
+        ("plan --gpu a100", "argument --gpu: must be one of h100, h200, b200, gb200, or a number"),
+        ("tune --aim slow", "argument --aim: invalid choice: 'slow'"),
+    ],
+)
+def test_what_is_no_option_is_told_with_the_usage_of_its_command(capfd, arguments, says):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    told, command = capfd.readouterr().err, arguments.split()[0]
+    assert ended.value.code == 2
+    assert told.startswith(f"usage: hybrid-ep {command} [-h]")
+    assert told.splitlines()[-1].startswith(f"hybrid-ep {command}: error: {says}")
 
 
 def test_a_file_that_cannot_be_written_after_all_is_one_line(capfd, monkeypatch):
@@ -136,9 +178,10 @@ def test_a_file_that_cannot_be_written_after_all_is_one_line(capfd, monkeypatch)
     assert one_line(capfd, "demo") == "hybrid-ep demo: [Errno 28] No space left on device\n"
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
-    """As in `hybrid-ep plan | head -1`."""
-    command = [sys.executable, "-m", "hybrid_ep", "plan", "--scaling"]
+@pytest.mark.parametrize("arguments", ["plan --scaling", "check --ranks 1 --device cpu"])
+def test_a_reader_that_has_seen_enough_is_no_error(arguments):
+    """As in `hybrid-ep plan | head -1`; check prints in another process, its rank 0."""
+    command = [sys.executable, "-m", "hybrid_ep", *arguments.split()]
     reading, writing = os.pipe()
     os.close(reading)
     done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True)
@@ -180,7 +223,48 @@ def test_help_needs_no_torch(arguments):
     assert "hybrid" in done.stdout
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_tells_every_default(name):
+    parser = make_parser()._subparsers._group_actions[0].choices[name]
+    for action in parser._actions:
+        if action.dest == "help":
+            continue
+        assert "(default" in action.help or "(required)" in action.help, action.option_strings
+        assert action.metavar or action.choices or action.nargs == 0, action.option_strings
+        if type(action.default) in (int, float, str):
+            value = action.default if isinstance(action.default, str) else f"{action.default:g}"
+            assert f": {value})" in action.help, action.option_strings
+
+
+def test_what_has_not_run_on_hardware_is_marked(capsys):
+    for name, what in (
+        ("tune", "Experimental: "),
+        ("check", "nvshmem is experimental: "),
+        ("plan", "no measurement has confirmed"),
+    ):
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+        assert what in " ".join(capsys.readouterr().out.split())
+    assert "(experimental)" in COMMANDS["tune"].HELP
+
+
+def test_a_plan_says_whether_it_fits_a_gpu(capsys):
+    sizes = "--ranks 64 --ranks-per-node 8 --tokens 32768 --hidden 7168 --experts 256 --topk 8"
+    assert main(["plan", *sizes.split(), "--gpu", "h200", "100"]) == 0
+    told = capsys.readouterr().out
+    rows = [line for line in told.splitlines() if "fits: " in line]
+    assert [line.split("  ")[1] for line in rows] == ["H200", "a GPU of 100 GB"]
+    assert all("fits: 5.28 GB" in line for line in rows)
+    assert "  fits: 121.78 GB, 86.4%" in rows[0] and "  does not fit: 121.78 GB" in rows[1]
+    assert main(["plan", *sizes.split(), "--gpu", "8", "h100", "--json"]) == 0
+    few, many = json.loads(capsys.readouterr().out)["gpus"]
+    assert (few["gpu"], few["memory_bytes"]) == ("a GPU of 8 GB", 8e9)
+    assert few["expected_bytes"] == many["expected_bytes"] == pytest.approx(5.28e9, rel=1e-2)
+    assert few["fits_expected"] and not few["fits_worst"] and not many["fits_worst"]
+
+
 def test_options_have_the_names_of_the_library():
+    assert options.STDOUT == files.STDOUT
     assert options.BACKENDS == choose.BACKENDS
     assert {name: f"torch.{each}" for name, each in options.DTYPES.items()} == {
         name: str(dtype) for name, dtype in DTYPES.items()

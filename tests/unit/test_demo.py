@@ -55,7 +55,8 @@ def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         (["--ranks", "3"], "--ranks must divide the number of experts, 16, got 3"),
         (["--ranks", "0"], "--ranks must divide"),
         (["--steps", "0"], "--steps must be at least 1, got 0"),
-        (["--json", "no/such/folder/demo.json"], "--json must name a file in a folder that exists"),
+        (["--json", "/dev/null/demo.json"], "--json must name a file that can be written"),
+        (["--plot", "picture.foo"], "--plot must end in one of .eps, "),
     ],
 )
 def test_wrong_arguments_name_the_rule(flags: list[str], rule: str) -> None:

@@ -175,7 +175,7 @@ class Memory:
     def __init__(
         self, shape: Shape, group: Group, config: Config, settings: dict[str, Any]
     ) -> None:
-        _refuse_too_few_sms(config)
+        refuse_too_few_sms(config)
         self._group = group
         sizes = runtime_config(settings)
         _heap.start(shape, group, config, sizes.symmetric_bytes)
@@ -248,7 +248,7 @@ def _notice(group: Group, what: str) -> Iterator[None]:
         warning.cancel()
 
 
-def _refuse_too_few_sms(config: Config) -> None:
+def refuse_too_few_sms(config: Config) -> None:
     """A Config says at most how many SMs a kernel gets, so none is given more in silence."""
     for name, least in LEAST_SMS.items():
         if getattr(config, name) < least:

@@ -628,7 +628,7 @@ def test_command_writes_json(tmp_path, capsys: pytest.CaptureFixture) -> None:
     assert json.loads(path.read_text())["copies"]["worst"] == 8
     assert "memory" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--json must name a file that can be written"):
-        run_command("--json", str(tmp_path / "missing" / "plan.json"))
+        run_command("--json", str(tmp_path))
 
 
 def test_command_refuses_what_the_plan_refuses() -> None:
