@@ -32,7 +32,7 @@ CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '
 TOOL ?= memcheck
 
 .DEFAULT_GOAL := setup
-.PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels clean help
+.PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels wheel clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -60,11 +60,13 @@ lint: $(PACKAGES)  ## ruff and the check of imports over the Python, clang-forma
 	@if command -v ruff >/dev/null; then ruff check --quiet . && ruff format --check --quiet .; \
 	    else echo "SKIPPED: no ruff here, Python style not checked"; fi
 	@$(PY) tools/check_imports.py
+	@$(PY) tools/wrap_markdown.py --check *.md docs/*.md
 	@if command -v clang-format >/dev/null; then $(CSRC_FILES) | xargs -0r clang-format --dry-run -Werror; \
 	    else echo "SKIPPED: no clang-format here, csrc style not checked"; fi
 
 format: $(PACKAGES)  ## rewrite the files as lint wants them
 	@ruff check --quiet --fix . ; ruff format --quiet .
+	@$(PY) tools/wrap_markdown.py *.md docs/*.md
 	@$(CSRC_FILES) | xargs -0r clang-format -i
 
 sanitize: setup  ## on GPUs: compute-sanitizer over small calls of every kind (TOOL=memcheck or racecheck)
@@ -80,6 +82,11 @@ kernel-times:  ## build build/kernel_times, which times the kernels without Pyth
 
 compare-kernels: build  ## which kernels differ in machine code from the extensions in the folder BEFORE
 	@$(PY) tools/compare_kernels.py $(BEFORE) hybrid_ep
+
+wheel: build  ## build a wheel of what this environment allows, into dist/
+	@$(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@$(PY) -c 'import json; r = json.load(open("hybrid_ep/_build_report.json")); print("built:", ", ".join(r["built"]) or "pure Python"); [print("left out:", m + ",", why) for m, why in r["left_out"].items()]'
+	@ls -1t dist/*.whl | head -1
 
 clean:  ## remove everything built (but not .venv)
 	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis

@@ -7,44 +7,43 @@ package is pure Python (its torch backend), without NVSHMEM it serves one node.
 """
 
 import importlib.util
+import json
 import os
+import re
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import build_backend  # noqa: E402  in tools/, where pip finds it as well
+
 CSRC = ROOT / "csrc"
 # Objects hold Python's ABI, so each Python keeps its own.
 OBJECTS = ROOT / "build" / f"obj-{sys.implementation.cache_tag}"
 PTXAS_LOG = ROOT / "build" / "ptxas.log"
 
-COMPILE_FLAGS = [
-    "-std=c++17",
-    "-O3",
-    "-lineinfo",
-    "--expt-relaxed-constexpr",
-    # Hopper and Blackwell in machine code; what comes after starts from the PTX.
-    "-gencode=arch=compute_90,code=sm_90",
-    "-gencode=arch=compute_100,code=[sm_100,compute_100]",
-    "--threads=0",
-    "-Xptxas=-v",
-    "-Xcompiler=-fPIC,-fvisibility=hidden,-Wall,-Wextra",
-]
-# Hidden: a static libstdc++ or CUDA runtime inside must not meet the ones torch loaded.
-LINK_FLAGS = ["-shared", "-cudart=static", "-Xlinker=--exclude-libs=ALL"]
+
+def load_alone(name: str) -> ModuleType:
+    """A module of hybrid_ep.backends.cuda that needs no torch, without the package around it."""
+    path = ROOT / "hybrid_ep" / "backends" / "cuda" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
-def find_nvcc() -> str | None:
-    """The nvcc of CUDA_HOME if it has one, else the one on PATH."""
-    cuda_home = os.environ.get("CUDA_HOME")
-    return (cuda_home and shutil.which("nvcc", path=f"{cuda_home}/bin")) or shutil.which("nvcc")
+build = load_alone("build")
+COMPILE_FLAGS, LINK_FLAGS = build.COMPILE_FLAGS, build.LINK_FLAGS
 
 
 def host_compiler() -> list[str]:
@@ -63,24 +62,47 @@ def sources_of(module: str) -> list[str]:
 
 def find_nvshmem() -> Path | None:
     """Where NVSHMEM is, by the package's own search, which needs no torch."""
-    path = ROOT / "hybrid_ep" / "backends" / "cuda" / "nvshmem_library.py"
-    spec = importlib.util.spec_from_file_location("nvshmem_library", path)
-    library = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(library)
-    home = library.find_home()
+    home = load_alone("nvshmem_library").find_home()
     return home if home and (home / "include" / "nvshmem.h").exists() else None
+
+
+def nvshmem_version() -> str:
+    """Of its headers."""
+    header = NVSHMEM / "include" / "non_abi" / "nvshmem_version.h"
+    text = header.read_text(errors="replace") if header.exists() else ""
+    return ".".join(re.findall(r"VENDOR_(?:MAJOR|MINOR|PATCH)_VERSION\s+(\d+)", text)) or "unknown"
+
+
+def write_report(package: Path) -> None:
+    """What is built and what is not, for the package that is installed and for its user."""
+    package.mkdir(parents=True, exist_ok=True)
+    (package / build.REPORT).write_text(json.dumps(REPORT, indent=1) + "\n", encoding="utf-8")
+
+
+class BuildPy(build_py):
+    """Also writes the report, which a build without any extension has too."""
+
+    def run(self) -> None:
+        super().run()
+        if not self.editable_mode:
+            write_report(Path(self.build_lib) / "hybrid_ep")
 
 
 class NvccBuildExt(build_ext):
     """Compiles what changed, in parallel, and keeps ptxas's report in build/ptxas.log."""
+
+    def run(self) -> None:
+        super().run()
+        if self.inplace:
+            write_report(ROOT / "hybrid_ep")
 
     def build_extension(self, ext: Extension) -> None:
         """Compile and link one extension module."""
         target = Path(self.get_ext_fullpath(ext.name))
         sources = [ROOT / source for source in ext.sources]
         objects = [object_of(source) for source in sources]
-        # Flags live in this file; headers are few, so each counts for every source.
-        shared = [Path(__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
+        # Headers are few, so each counts for every source, as the flags do.
+        shared = [Path(build.__file__), *CSRC.rglob("*.h"), *CSRC.rglob("*.cuh")]
         newest_shared = max(path.stat().st_mtime for path in shared)
 
         stale = [
@@ -98,11 +120,26 @@ class NvccBuildExt(build_ext):
             reports = [report_of(object_of(ROOT / source)) for source in every]
             PTXAS_LOG.write_text("".join(path.read_text() for path in reports))
 
+        objects.append(self.compile_id(ext.name))
         if stale or mtime(target) < max(map(mtime, objects)):
             target.parent.mkdir(parents=True, exist_ok=True)
             libraries = NVSHMEM_LINK_FLAGS if ext.name == NVSHMEM_MODULE else []
             run([NVCC, *host_compiler(), *LINK_FLAGS, "-o", target, *objects, *libraries])
             print(f"built {target.name}")
+
+    def compile_id(self, module: str) -> Path:
+        """The object that holds the build id, which the package compares with its own."""
+        source, obj = OBJECTS / f"{module}.id.cpp", OBJECTS / f"{module}.id.o"
+        text = f"""extern "C" {{
+__attribute__((visibility("default"))) extern const char {build.ID_SYMBOL}[];
+const char {build.ID_SYMBOL}[] = "{REPORT["id"]}";
+}}
+"""
+        if not obj.exists() or not source.exists() or source.read_text() != text:
+            source.parent.mkdir(parents=True, exist_ok=True)
+            source.write_text(text)
+            run([NVCC, *host_compiler(), "-Xcompiler=-fPIC", "-c", source, "-o", obj])
+        return obj
 
     def compile(self, source: Path, obj: Path) -> str:
         """Compile one file; returns the compiler's warnings."""
@@ -124,7 +161,10 @@ class NvccBuildExt(build_ext):
 
 def object_of(source: Path) -> Path:
     """Where a source is compiled to."""
-    return OBJECTS / f"{source.relative_to(CSRC)}.o"
+    folder = OBJECTS
+    if any(room in source.parents for room in NVSHMEM_ROOMS):
+        folder /= f"nvshmem-{nvshmem_version()}"  # another version has other headers
+    return folder / f"{source.relative_to(CSRC)}.o"
 
 
 def report_of(obj: Path) -> Path:
@@ -168,7 +208,7 @@ ALONE = {  # sources and rooms under csrc that one module has alone; the rest is
     ),
 }
 NVSHMEM_ROOMS = (CSRC / "network", CSRC / "kernels" / "nvshmem")  # that include its headers
-NVCC, NVSHMEM = find_nvcc(), find_nvshmem()
+NVCC, NVSHMEM = build_backend.find_nvcc(), find_nvshmem()
 NVSHMEM_COMPILE_FLAGS = [
     "-rdc=true",  # its device code is linked with NVSHMEM's
     f"-isystem={NVSHMEM}/include",
@@ -181,19 +221,28 @@ NVSHMEM_LINK_FLAGS = [
     "-Xlinker=-l:libnvshmem_host.so.3",
 ]
 EXTENSIONS = []
-if not NVCC:
+LEFT_OUT = {}
+if NVCC:
+    EXTENSIONS.append(Extension(NVLINK, sources_of(NVLINK)))
+else:
+    LEFT_OUT = dict.fromkeys((NVLINK, NVSHMEM_MODULE), "no nvcc (CUDA_HOME or PATH)")
     print(
         "hybrid_ep: no nvcc (CUDA_HOME or PATH), so this is the pure Python package without GPU "
         "kernels."
     )
-else:
-    EXTENSIONS.append(Extension(NVLINK, sources_of(NVLINK)))
 if NVCC and NVSHMEM:
     EXTENSIONS.append(Extension(NVSHMEM_MODULE, sources_of(NVSHMEM_MODULE)))
 elif NVCC:
-    print(
-        "hybrid_ep: no NVSHMEM (NVSHMEM_HOME, or the wheel nvidia-nvshmem-cu12 or -cu13 of nvcc's "
-        "CUDA), so this is built for one node."
+    LEFT_OUT[NVSHMEM_MODULE] = (
+        "no NVSHMEM (NVSHMEM_HOME, or the wheel nvidia-nvshmem-cu12 or -cu13 of nvcc's CUDA)"
     )
+    print(f"hybrid_ep: {LEFT_OUT[NVSHMEM_MODULE]}, so this is built for one node.")
+REPORT = {
+    "id": build.id_of_sources(ROOT),
+    "nvcc": build_backend.nvcc_version(NVCC) if NVCC else None,
+    "nvshmem": nvshmem_version() if NVSHMEM else None,
+    "built": [each.name for each in EXTENSIONS],
+    "left_out": LEFT_OUT,
+}
 
-setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": NvccBuildExt})
+setup(ext_modules=EXTENSIONS, cmdclass={"build_ext": NvccBuildExt, "build_py": BuildPy})

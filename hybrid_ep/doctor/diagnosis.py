@@ -290,7 +290,8 @@ def _network_extension(facts: Facts) -> Finding:
         )
     elif facts.network_extension_error is not None:
         advice = f"{facts.network_extension} does not load: {facts.network_extension_error}."
-    broken = bool(advice) and facts.network_extension is not None
+    # a wheel has the extension also on a machine that needs no NVSHMEM
+    broken = bool(advice) and facts.network_extension is not None and facts.nvshmem is not None
     need = f"the extension module {NETWORK_EXTENSION}"
     return Finding("nvshmem", need, not advice, advice, broken)
 

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hybrid_ep._version import __version__
+from hybrid_ep.backends.cuda import build
 from hybrid_ep.backends.cuda.fabric import Port, nccl_files, read_ports
 from hybrid_ep.doctor import nvidia
 
@@ -258,10 +259,13 @@ def load_error(path: str) -> str | None:
     """Load the extension in a process of its own, which a crash may take down."""
     name = EXTENSION.rpartition(".")[2]
     program = (
-        "import importlib.util as u, sys; s = u.spec_from_file_location(*sys.argv[1:]); "
-        "s.loader.exec_module(u.module_from_spec(s))"
+        "import importlib.util as u, sys\n"
+        "def load(name, path):\n"
+        "    s = u.spec_from_file_location(name, path); m = u.module_from_spec(s)\n"
+        "    s.loader.exec_module(m); return m\n"
+        "load('build', sys.argv[3]).refuse_other_build(load(*sys.argv[1:3]))"
     )
-    return _error_of(program, name, path)
+    return _error_of(program, name, path, build.__file__)
 
 
 def network_load_error() -> str | None:

@@ -217,6 +217,12 @@ def test_nvshmem_is_announced_with_its_checks() -> None:
     assert remarks(with_cards(), "nvshmem") == []
 
 
+def test_a_wheel_with_the_network_extension_is_not_broken_where_nvshmem_is_missing():
+    facts = with_cards(network_extension_error="NVSHMEM is not here", nvshmem=None)
+    assert not any(fault.broken for fault in faults(facts, "nvshmem"))
+
+
+
 @pytest.mark.parametrize(
     ("found", "ok"),
     [

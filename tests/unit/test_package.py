@@ -262,6 +262,7 @@ def test_RL_4038_no_variable_of_the_build_leaves_anything_out(setup_py, monkeypa
             monkeypatch.setenv(name, value)
             assert setup_py()[0] == built
     read = re.findall(r"environ\W+(?:get\W+)?(\w+)", (ROOT / "setup.py").read_text())
+    read += re.findall(r"environ\W+(?:get\W+)?(\w+)", (ROOT / "tools/build_backend.py").read_text())
     library = (ROOT / "hybrid_ep/backends/cuda/nvshmem_library.py").read_text()
     read += re.findall(r"environ\w*\)?\.get\W+(\w+)", library)
     assert set(read) == {"CUDA_HOME", "CXX", "NVSHMEM_HOME"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from hybrid_ep.backends.cuda import build
 from hybrid_ep.config import Config
 from hybrid_ep.errors import SetupError
 from hybrid_ep.group import Group
@@ -18,6 +19,8 @@ from hybrid_ep.shape import Shape
 
 try:
     from hybrid_ep import _nvlink
+
+    build.refuse_other_build(_nvlink)
 except ImportError as error:
     _nvlink = None
     _import_error = error
@@ -27,10 +30,13 @@ def load_extension() -> Any:
     """``hybrid_ep._nvlink``.
 
     Raises:
-        ImportError: it is not there; the text says why.
+        ImportError: it is not there, or was built from other sources; the text says which.
     """
     if _nvlink is None:
-        raise ImportError(f"the extension hybrid_ep._nvlink is not there ({_import_error})")
+        raise ImportError(
+            f"the extension hybrid_ep._nvlink cannot be imported: {_import_error}"
+            f"{build.why_left_out('hybrid_ep._nvlink')}"
+        )
     return _nvlink
 
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.backends.cuda import build
 from hybrid_ep.backends.cuda.fabric import nccl_files, network_environment, read_ports
 from hybrid_ep.backends.cuda.nvshmem_library import load_host_library
 from hybrid_ep.config import Config
@@ -53,10 +54,12 @@ def load_extension() -> Any:
     load_host_library()
     try:
         from hybrid_ep import _nvshmem as extension
+
+        build.refuse_other_build(extension)
     except ImportError as error:
         raise ImportError(
-            f"the extension hybrid_ep._nvshmem is not there: it is built where NVSHMEM is found "
-            f"({error})"
+            f"the extension hybrid_ep._nvshmem cannot be imported: {error}"
+            f"{build.why_left_out('hybrid_ep._nvshmem')}"
         ) from error
     built, loaded = extension.built_version(), extension.loaded_version()
     if built.split(".")[:2] != loaded.split(".")[:2]:
