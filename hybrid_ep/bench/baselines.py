@@ -113,7 +113,7 @@ class Dispatched:
 
 
 class PlainTorch:
-    """Expert parallelism of distinct experts a token, over any group that has all_to_all_single."""
+    """Expert parallelism of distinct experts per token, over a group with all_to_all_single."""
 
     def __init__(self, num_experts: int, group: Any) -> None:
         self._group = group
@@ -191,7 +191,7 @@ class PlainTorch:
         return arrived.view(source.dtype)
 
     def combine(self, rows: Tensor, route: Route) -> Tensor:
-        """``[T, H]``: each token's rows added, rounded once a rank and once at home; collective."""
+        """``[T, H]``: each token's rows added, rounded per rank and again at home; collective."""
         sums = sum_bags(rows, route.rows, route.row_ends)
         home = self.move(sums, route.received, route.sent)
         return sum_bags(home, route.copies, route.copy_ends)

@@ -74,7 +74,7 @@ def _fp8(world: World) -> str | None:
     def rows_and_scales(source: Tensor | int, token: Tensor) -> tuple[Tensor, Tensor]:
         key = key_of(source, token)
         rows = bits(key, trial.case.hidden // 2, 51).view(torch.float8_e4m3fn)
-        return rows, bits(key, 8, 52).view(torch.float32)  # four scales a token
+        return rows, bits(key, 8, 52).view(torch.float32)  # four scales per token
 
     x, scales = rows_and_scales(world.rank, torch.arange(trial.num_tokens))
     out = dispatch(

@@ -23,7 +23,7 @@ def run(args: argparse.Namespace) -> int:
     began = time.monotonic()
     print(
         f"{ranks(num_ranks)}, {LAYERS} layers of {NUM_EXPERTS} experts, top-{TOPK}, hidden "
-        f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes a step; starting them",
+        f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes per step; starting them",
         flush=True,
     )
     report = run_ranks(check_and_train, num_ranks, args.backend, args.steps, device=args.device)[0]

@@ -62,5 +62,5 @@ def _draw_load(report: Report, axes: Any) -> Any:
     middles = [layer * experts + (experts - 1) / 2 for layer in range(layers)]
     axes.set_yticks(middles, [f"layer {layer}" for layer in range(layers)])
     axes.tick_params(axis="y", length=0)
-    axes.set(xlabel="step", ylabel=f"{experts} experts a layer", title="Load of the experts")
+    axes.set(xlabel="step", ylabel=f"{experts} experts per layer", title="Load of the experts")
     return image

@@ -113,7 +113,7 @@ def ranks(count: int) -> str:
 
 
 def show_load(report: Report) -> None:
-    """Print a line a layer: the mean of the last quarter of the steps."""
+    """Print one line per layer: the mean of the last quarter of the steps."""
     print("load of the experts at the end (each bar one expert, full height twice the mean):")
     steps = torch.tensor(report.expert_load)
     late = steps[-max(1, len(steps) // 4) :].mean(dim=0)  # [layers, experts]

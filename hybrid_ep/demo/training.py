@@ -23,7 +23,7 @@ from hybrid_ep.demo.text import load_text, unigram_bits, windows
 from hybrid_ep.launch import COMMAND_TIMEOUT_S
 from hybrid_ep.moe import replicated_parameters
 
-BATCH = 32  # sequences a step, of all ranks together
+BATCH = 32  # sequences per step, of all ranks together
 LEARNING_RATE, WARMUP_STEPS = 4e-3, 10
 AUX_LOSS_WEIGHT = 0.02
 VALID_WINDOWS = 64

@@ -153,13 +153,13 @@ def _in_memory(plan: Plan, name: str, gb: float) -> dict[str, Any]:
 
 def _print_plan(plan: Plan, gpus: list[dict[str, Any]]) -> None:
     shape, dtype = plan.shape, dtype_name(plan.shape.dtype)
-    limit = "" if plan.node_limit is None else f", at most {plan.node_limit} nodes a token"
+    limit = "" if plan.node_limit is None else f", at most {plan.node_limit} nodes per token"
     scales = f" and {shape.scale_bytes} bytes of scales" if shape.scale_bytes else ""
     print(
         f"{_count(shape.num_ranks, 'rank')} in {_count(shape.num_nodes, 'node')} of "
         f"{shape.ranks_per_node}, {shape.num_experts:,} experts "
-        f"({shape.num_local_experts:,} a rank), top-{shape.topk}{limit}\n"
-        f"{shape.max_tokens:,} tokens a rank and call, hidden {shape.hidden:,} in {dtype}"
+        f"({shape.num_local_experts:,} per rank), top-{shape.topk}{limit}\n"
+        f"{shape.max_tokens:,} tokens per rank and call, hidden {shape.hidden:,} in {dtype}"
         f"{scales}\n"
         "per rank; kB, MB, GB = 1e3, 1e6, 1e9 bytes; expected: experts drawn uniformly at random\n"
     )
@@ -175,7 +175,7 @@ def _print_plan(plan: Plan, gpus: list[dict[str, Any]]) -> None:
     print_table("fan-out", ("what", "expected", "worst"), _fan_out(plan))
     for name, phase in (("dispatch", plan.dispatch), ("combine", plan.combine)):
         print_table(
-            f"{model}{name}: traffic of a call, {phase.row_bytes:,} bytes a row on the wire",
+            f"{model}{name}: traffic of a call, {phase.row_bytes:,} bytes per row on the wire",
             ("link", "expected, each way", "worst sent", "worst received"),
             _traffic(plan, phase),
         )
@@ -259,8 +259,8 @@ def _window(window: Window) -> Rows:
 
 def _fan_out(plan: Plan) -> Rows:
     return [
-        ("ranks a token goes to", f"{plan.copies.expected:.3f}", f"{plan.copies.worst:,}"),
-        ("nodes a token goes to", f"{plan.nodes.expected:.3f}", f"{plan.nodes.worst:,}"),
+        ("ranks per token", f"{plan.copies.expected:.3f}", f"{plan.copies.worst:,}"),
+        ("nodes per token", f"{plan.nodes.expected:.3f}", f"{plan.nodes.worst:,}"),
         ("rows of dispatch's output", f"{plan.rows.expected:,.0f}", f"{plan.rows.worst:,}"),
     ]
 
@@ -272,9 +272,9 @@ def _traffic(plan: Plan, phase: Phase) -> Rows:
 
     rows = [row("NVLink", phase.nvlink)]
     if plan.shape.num_nodes > 1:
-        rows.append(row("network, once a node", phase.network))
-        rows.append(row("network if once a rank", phase.network_without_dedup))
-        rows.append(row("network if once an expert", phase.network_once_an_expert))
+        rows.append(row("network, once per node", phase.network))
+        rows.append(row("network if once per rank", phase.network_without_dedup))
+        rows.append(row("network if once per expert", phase.network_once_an_expert))
     return rows
 
 

@@ -30,7 +30,7 @@ UNCONFIRMED = (
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # assumed: one 400 Gbit/s card per rank
 # docs/performance.md, experiments 5, 18 and 20
-SM_OUTPUT_GBS = 62.0  # what one SM sends: its stores, 32 bytes a clock
+SM_OUTPUT_GBS = 62.0  # what one SM sends: its stores, 32 bytes per clock
 LOAD_SHARE = 0.25  # of its bytes: what a load's requests take of that
 SM_SUMS_GBS = 66.0  # rows that one SM adds
 HBM_GBS = 4140.0  # a copy on the device, read and write counted

@@ -77,10 +77,10 @@ class ScalingRow:
     Attributes:
         row_bytes: bytes of a token on the wire.
         nodes_of_token: nodes that a token goes to, its own included if it has experts there.
-        network_bytes: a token crosses the network once a node.
-        once_a_rank_bytes: the same if once a rank.
-        once_an_expert_bytes: the same if once an expert.
-        nvlink_bytes: through NVLink, where tokens cross the network once a node.
+        network_bytes: a token crosses the network once per node.
+        once_a_rank_bytes: the same if once per rank.
+        once_an_expert_bytes: the same if once per expert.
+        nvlink_bytes: through NVLink, where tokens cross the network once per node.
         network_us: floor set by the network.
         once_a_rank_us: the same without deduplication.
         nvlink_us: floor set by NVLink.

@@ -46,11 +46,12 @@ class Scaling:
         print(
             f"weak scaling of dispatch: {_sizes(scaling)},\n"
             f"network {scaling.network_gbs:g} GB/s, NVLink {scaling.nvlink_gbs:g} GB/s; expected "
-            "bytes of a rank, each way, and the floors that they set.\nA token crosses the network "
-            "once a node; once a rank, once an expert: what it would be without\ndeduplication. "
-            "Even at: the network card's GB/s at which both sides take as long. The limited\n"
-            "routing draws the nodes uniformly and experts within them. Combine carries the same "
-            "copies\nhome, in bf16 at least. MB, GB = 1e6, 1e9 bytes.\n"
+            "bytes per rank, each way, and the floors\nthat they set. A token crosses the network "
+            "once per node; the columns once per rank and once\nper expert say what it would be "
+            "without deduplication. Even at: the rate of a network card with\nwhich network and "
+            "NVLink take equally long. The routing with a limit draws the nodes uniformly,\nthen "
+            "experts within them. Combine carries the same copies back, in bf16 or wider. MB, GB = "
+            "1e6,\n1e9 bytes.\n"
         )
         for table in self.tables:
             _print_scaling(table)
@@ -137,7 +138,7 @@ class Simulation:
         print_table(
             f"model: size of a chunk, {sweep.dtype}, {sweep.num_nodes} nodes, "
             f"{sweep.credits:,} credits",
-            ("tokens", "time", "overlap", "credits needed", "their windows, a peer"),
+            ("tokens", "time", "overlap", "credits needed", "their windows, per peer"),
             [_sweep(row) for row in self.chunk_sweep],
         )
         print(f"{UNCONFIRMED}\n")
@@ -146,10 +147,17 @@ class Simulation:
 def _print_scaling(table: list[ScalingRow]) -> None:
     first = table[0]
     print_table(
-        f"model: {first.dtype}, {first.row_bytes:,} bytes a row, {_routing(first.node_limit)}",
+        f"model: {first.dtype}, {first.row_bytes:,} bytes per row, {_routing(first.node_limit)}",
         (
-            *("ranks", "experts", "nodes a token", "network MB", "once a rank", "once an expert"),
-            *("NVLink MB", "network us", "once a rank", "NVLink us", "longer", "even at GB/s"),
+            *(
+                "ranks",
+                "experts",
+                "nodes per token",
+                "network MB",
+                "once per rank",
+                "once per expert",
+            ),
+            *("NVLink MB", "network us", "once per rank", "NVLink us", "longer", "even at GB/s"),
         ),
         [_scaling(row) for row in table],
         texts=0,
@@ -216,6 +224,6 @@ def _routing(node_limit: int | None) -> str:
 def _sizes(scaling: WeakScaling) -> str:
     shape = scaling.shape
     return (
-        f"nodes of {scaling.ranks_per_node}, {shape.max_tokens:,} tokens a rank, hidden "
+        f"nodes of {scaling.ranks_per_node}, {shape.max_tokens:,} tokens per rank, hidden "
         f"{shape.hidden:,}, {shape.num_experts:,} experts, top-{shape.topk}"
     )

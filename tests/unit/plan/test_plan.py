@@ -583,7 +583,7 @@ def test_command_prints_tables(capsys: pytest.CaptureFixture) -> None:
     text = capsys.readouterr().out
     assert "16 ranks in 2 nodes of 8" in text
     assert "MB, GB = 1e3, 1e6, 1e9 bytes" in text
-    assert "network, once a node" in text
+    assert "network, once per node" in text
     assert "<- dominates" in text
 
 
@@ -700,7 +700,7 @@ def test_tables_take_the_sizes_that_are_given(capsys: pytest.CaptureFixture, tmp
     assert [row["num_experts"] for row in rows][:4] == [24, 24, 32, 32]
     assert {row["node_limit"] for row in rows} == {None, 1}
     assert {row["dtype"] for row in rows} == {"fp8"}
-    assert "fp8, 96 bytes a row" in capsys.readouterr().out
+    assert "fp8, 96 bytes per row" in capsys.readouterr().out
 
 
 def test_tables_have_numbers_of_nodes_of_their_own() -> None:
