@@ -243,9 +243,7 @@ def test_documents_pins_and_doctor_name_the_same_versions_of_nvshmem():
         ".".join(map(str, version))
         for version in (nvshmem_library.MIN_VERSION, nvshmem_library.ROCE_VERSION)
     )
-    assert (
-        f"\n{least} or later, {roce} or later over RoCE" in (ROOT / "docs/cluster.md").read_text()
-    )
+    assert f" {least} or later, {roce} or later over RoCE" in (ROOT / "docs/cluster.md").read_text()
     assert f'"nvidia-nvshmem-cu13>={least}"' in (ROOT / "pyproject.toml").read_text()
     pinned = re.search(r"nvidia-nvshmem-cu13==([\d.]+)", (ROOT / "requirements.txt").read_text())
     assert tuple(map(int, pinned[1].split("."))) >= nvshmem_library.MIN_VERSION

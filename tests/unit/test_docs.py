@@ -1,0 +1,186 @@
+"""The documentation: links lead somewhere, Python blocks run, prose fits 100 columns."""
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import hybrid_ep
+from tests.ranks import documents
+from tools import wrap_markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+names = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+
+
+# ---- links and lines
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
+    texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+@names
+def test_links_lead_somewhere(page):
+    text = re.sub(r"`[^`\n]*`", "", without_code(page.read_text()))
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        if link.startswith(("https://", "http://")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{page.name} links to {link}"
+        assert not anchor or anchor in anchors(target), f"{page.name} links to {link}"
+
+
+@names
+def test_prose_fits_100_columns(page):
+    text = page.read_text()
+    assert wrap_markdown.too_long(text) == [], "make format wraps them"
+    assert wrap_markdown.wrap(text) == text
+
+
+def test_wrapping_changes_no_word_and_no_mark():
+    long = "word " * 30 + "`a b`"
+    text = f"# {long}\n\n- {long}\n  more\n- short\n\n| {long} |\n\n```\n{long}\n```\n\n1. {long}\n"
+    wrapped = wrap_markdown.wrap(text)
+    assert wrapped.split() == text.split()
+    lines = wrapped.splitlines()
+    assert [line for line in lines if line.startswith(("#", "|", "word"))] == [
+        f"# {long}", f"| {long} |", long
+    ]  # fmt: skip
+    assert len(wrap_markdown.too_long(wrapped)) == 0
+    assert lines[3].startswith("  word") and "- short" in lines
+    assert wrap_markdown.wrap(wrapped) == wrapped
+    assert wrap_markdown.wrap("a " * 46 + "\nb - c") == "a " * 46 + "\nb - c", "it fits: it stays"
+    marks = wrap_markdown.wrap("wordword " * 11 + "- 1. # + * > x " * 4)
+    assert not re.search(r"^\s*([-+*>#]|\d+\.) ", marks, re.MULTILINE), "none begins a line"
+
+
+# ---- Python blocks
+
+
+@dataclass(frozen=True)
+class Block:
+    """A Python block of a page."""
+
+    page: str
+    line: int
+    code: str
+
+    def __str__(self) -> str:
+        return f"{self.page}-{self.line}"
+
+
+def blocks() -> list[Block]:
+    found = []
+    for page in PAGES:
+        text = page.read_text()
+        for match in re.finditer(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+            line = text[: match.start()].count("\n") + 1
+            found.append(Block(str(page.relative_to(ROOT)), line, match[1]))
+    return found
+
+
+# What runs a block, by words of it that no other block has.
+SIGNATURES = {
+    "Buffer(group=None": hybrid_ep.Buffer,
+    "dispatch(buffer, x, topk_idx=None": hybrid_ep.dispatch,
+    "combine(buffer, rows, handle, *": hybrid_ep.combine,
+    "Config(*, num_sms": hybrid_ep.Config,
+}
+CONTEXTS = {
+    "with hybrid_ep.Buffer(group": "buffer_and_tokens",
+    "masters = [weight": "layer_with_main_grad",
+    "check.run(group).ok": "",
+    "dcp.save(": "trained_layer",
+    "DDP._set_params": "trained_layer",
+    "q = x.to(": "buffer_and_tokens",
+    "buffer.release()": "buffer_and_tokens",
+    "logging.basicConfig()": "",
+}
+PROGRAMS = {'dist.init_process_group("gloo")': "README.md"}
+ELSEWHERE = {  # what a test on hardware, or with other tools, does
+    "checkpoint(function, *args": "a signature with the names that stand for it",
+    "torch.cuda.CUDAGraph()": "tests/gpu/test_graphs.py",
+    "buffer.write_trace(": "tests/gpu/test_trace.py",
+    'dist.init_process_group("cpu:gloo,cuda:nccl")': "tests/gpu/test_over_nccl.py",
+}
+
+
+def of(block: Block, table) -> list[str]:
+    return [words for words in table if words in block.code]
+
+
+def chosen(table) -> list[Block]:
+    return [block for block in blocks() if of(block, table)]
+
+
+def test_every_block_is_run_in_one_way():
+    ways = (SIGNATURES, CONTEXTS, PROGRAMS, ELSEWHERE)
+    for block in blocks():
+        if (ROOT / "docs/integrations.md") == ROOT / block.page:
+            continue  # tests/unit/test_frameworks.py
+        found = [words for table in ways for words in of(block, table)]
+        assert len(found) == 1, f"{block}: {found}\n{block.code}"
+    for table in ways:
+        for words in table:
+            assert any(words in block.code for block in blocks()), f"no block has {words}"
+    for path in ELSEWHERE.values():
+        assert " " in path or (ROOT / path).exists()
+
+
+@pytest.mark.parametrize("block", chosen(CONTEXTS), ids=str)
+def test_a_block_runs(world, block):
+    (words,) = of(block, CONTEXTS)
+    for told in world(2).run(documents.run, block.code, CONTEXTS[words]):
+        assigned = re.findall(r"^\s*(\w+) = ", block.code, re.MULTILINE)
+        assert set(told) >= {name for name in assigned if name not in documents.GIVEN}
+
+
+@pytest.mark.parametrize("block", chosen(SIGNATURES), ids=str)
+def test_a_signature_is_that_of_the_code(block):
+    (words,) = of(block, SIGNATURES)
+    written = re.match(r"\w+\((.*)\)", " ".join(block.code.split()))[1]
+    documented = {}
+    exec(f"def documented({written}): pass", {"torch": __import__("torch")}, documented)
+    ours, theirs = (
+        [
+            (each.name, each.kind, each.default)
+            for each in inspect.signature(one).parameters.values()
+        ]
+        for one in (documented["documented"], SIGNATURES[words])
+    )
+    assert ours == theirs
+
+
+def test_the_example_of_the_readme_runs(tmp_path):
+    (block,) = chosen(PROGRAMS)
+    (tmp_path / "example.py").write_text(block.code)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "lo"}
+    environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+    ]
+    done = subprocess.run(
+        [*command, "example.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert len(done.stdout.splitlines()) == 2
