@@ -222,7 +222,6 @@ def test_a_wheel_with_the_network_extension_is_not_broken_where_nvshmem_is_missi
     assert not any(fault.broken for fault in faults(facts, "nvshmem"))
 
 
-
 @pytest.mark.parametrize(
     ("found", "ok"),
     [

@@ -135,6 +135,7 @@ def test_an_NVSHMEM_HOME_without_the_library_is_said(tmp_path):
 
 def test_another_version_than_it_was_built_with_is_said(extension, monkeypatch):
     class Other:
+        __file__ = extension.__file__
         built_version = staticmethod(lambda: "3.4.5")
         loaded_version = staticmethod(lambda: "3.6.1")
 

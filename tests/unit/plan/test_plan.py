@@ -661,7 +661,7 @@ def test_scaling_prints_a_table_for_each_dtype_and_routing(capsys: pytest.Captur
     text = capsys.readouterr().out
     for dtype in ("bf16, 14,368 bytes", "fp8, 7,424 bytes"):
         for routing in ("uniform", "at most 4 nodes"):
-            assert f"model: {dtype} a row, {routing}\n" in text
+            assert f"model: {dtype} per row, {routing}\n" in text
     assert len(re.findall(r"^  1,024 +1,024 ", text, re.MULTILINE)) == 4
     assert text.count("The network is the longer side from 16 ranks on.") == 4
     assert UNCONFIRMED in text
