@@ -23,10 +23,11 @@ names = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relativ
 
 
 def anchors(page: Path) -> set[str]:
-    """Of its headings, as GitHub makes them."""
+    """Of its headings, as GitHub makes them, and those that it names itself."""
     headings = re.findall(r"^#+ (.+)$", without_code(page.read_text()), re.MULTILINE)
     texts = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading) for heading in headings)
-    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts}
+    named = re.findall(r'<a id="([^"]+)">', page.read_text())
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in texts} | {*named}
 
 
 def without_code(text: str) -> str:
@@ -99,6 +100,7 @@ SIGNATURES = {
     "Buffer(group=None": hybrid_ep.Buffer,
     "dispatch(buffer, x, topk_idx=None": hybrid_ep.dispatch,
     "combine(buffer, rows, handle, *": hybrid_ep.combine,
+    "combine_values(buffer, rows": hybrid_ep.combine_values,
     "Config(*, num_sms": hybrid_ep.Config,
 }
 CONTEXTS = {
@@ -114,6 +116,7 @@ CONTEXTS = {
 PROGRAMS = {'dist.init_process_group("gloo")': "README.md"}
 ELSEWHERE = {  # what a test on hardware, or with other tools, does
     "checkpoint(function, *args": "a signature with the names that stand for it",
+    "map_to_topk(routing_map": "tests/suite/test_maps.py",
     "torch.cuda.CUDAGraph()": "tests/gpu/test_graphs.py",
     "buffer.write_trace(": "tests/gpu/test_trace.py",
     'dist.init_process_group("cpu:gloo,cuda:nccl")': "tests/gpu/test_over_nccl.py",
@@ -153,7 +156,7 @@ def test_a_block_runs(world, block):
 @pytest.mark.parametrize("block", chosen(SIGNATURES), ids=str)
 def test_a_signature_is_that_of_the_code(block):
     (words,) = of(block, SIGNATURES)
-    written = re.match(r"\w+\((.*)\)", " ".join(block.code.split()))[1]
+    written = re.match(r"\w+\((.*?)\)( ->|$)", " ".join(block.code.split()))[1]
     documented = {}
     exec(f"def documented({written}): pass", {"torch": __import__("torch")}, documented)
     ours, theirs = (
