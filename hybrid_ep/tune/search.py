@@ -17,12 +17,13 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
+from hybrid_ep.backends.cuda.nvshmem import LEAST_SMS
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
@@ -272,6 +273,19 @@ def combine_lines(max_sms: int) -> list[Line]:
     return [spread, beside]
 
 
+def at_least(least: Mapping[str, int], line: Line) -> Line:
+    """The settings of a line that give each kernel as many SMs as it needs."""
+
+    def allowed(config: Config) -> Iterable[Config]:
+        return [
+            each
+            for each in line(config)
+            if all(getattr(each, name) >= number for name, number in least.items())
+        ]
+
+    return allowed
+
+
 # ---- on every rank
 
 
@@ -315,15 +329,24 @@ def tune(
 
     Raises:
         RuntimeError: the backend cannot run here, on all ranks.
+        ValueError: the goal allows fewer SMs than the backend needs.
     """
     clock, began, gather = Clock(device), time.monotonic(), Group().gather
     if device.type == "cuda":
         here = torch.cuda.get_device_properties(device).multi_processor_count
         goal = replace(goal, max_sms=min(goal.max_sms, *gather(here)))
     config = within_budget(Config(), goal.max_sms)
+    least = LEAST_SMS if backend == "nvshmem" else {}
+    if goal.max_sms < max(least.values(), default=1):
+        raise ValueError(
+            f"--max-sms must be at least {max(least.values())} with the nvshmem backend, got "
+            f"{goal.max_sms}"
+        )
     lines = {
-        "dispatch": dispatch_lines(goal.max_sms, load.row_bytes),
-        "combine": combine_lines(goal.max_sms),
+        "dispatch": [
+            at_least(least, line) for line in dispatch_lines(goal.max_sms, load.row_bytes)
+        ],
+        "combine": [at_least(least, line) for line in combine_lines(goal.max_sms)],
     }
     measured: list[Measurement] = []
     confirmed: list[Measurement] = []

@@ -26,6 +26,7 @@ class LoopbackMemory:
     """The kernels of several nodes on plain stores; the ranks are on one host."""
 
     name = "nvshmem"
+    least_sms = nvshmem.Memory.least_sms
     delay_us = 0  # that puts wait for, at most
 
     def __init__(

@@ -343,6 +343,13 @@ def test_bad_goal(change: dict[str, Any], rule: str) -> None:
 # ---- the search
 
 
+def test_no_kernel_gets_fewer_SMs_than_it_needs():
+    (spread, _) = tune.combine_lines(6)
+    allowed = tune.at_least({"num_sms_dispatch": 2, "num_sms_combine": 3}, spread)
+    assert [config.num_sms_combine for config in allowed(Config())] == [6, 5, 4, 3]
+    assert not list(allowed(Config(num_sms_dispatch=1)))
+
+
 def test_what_is_tried() -> None:
     assert tune.sms_grid(48) == [48, 42, 36, 30, 24, 18, 12, 6]
     assert tune.sms_grid(3) == [3, 2, 1]
