@@ -57,6 +57,7 @@ def sources_of(module: str) -> list[str]:
     sources = {path for suffix in ("*.cpp", "*.cu") for path in CSRC.rglob(suffix)}
     for other in ALONE.keys() - {module}:
         sources -= {path for pattern in ALONE[other] for path in CSRC.glob(pattern)}
+    sources = filter(build.is_source, sources)
     return sorted(str(path.relative_to(ROOT)) for path in sources)
 
 

@@ -383,8 +383,7 @@ class Buffer:
             if kind is None:
                 with self._group.together():
                     refuse_in_capture("ended")
-                    if self._state == _LIVE:
-                        self._raise_failures()
+                    self._raise_failures()
         finally:
             self.destroy()
 

@@ -9,7 +9,7 @@ then -1:
     1 1 1 0 0 1  -->  0  1  2        one expert is left out: most is 4
 
 All of it is exact. On a GPU a kernel of the nvlink extension does each (``backends/cuda/maps``),
-elsewhere and in compiled code torch, with the same bits.
+torch does elsewhere, and where somebody watches ops (a compiler, a tracer), with the same bits.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
+from hybrid_ep.ops.verbs import watched
 from hybrid_ep.shape import MAX_EXPERTS
 
 TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
@@ -162,7 +163,7 @@ def _find_experts(
     routing_map: Tensor, probs: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Experts int16 ``[T, K]``, their probs, and the most experts of any token, int32 ``[]``."""
-    if kernels.serves(routing_map):
+    if not watched(routing_map, probs) and kernels.serve(routing_map.device):
         return kernels.map_to_topk(routing_map, probs, topk)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
@@ -183,7 +184,7 @@ def _gather(probs: Tensor, topk_idx: Tensor) -> Tensor:
 
 
 def _scatter(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
-    if kernels.serves(values):
+    if not watched(values, topk_idx) and kernels.serve(values.device):
         return kernels.topk_to_dense(values, topk_idx, num_experts)
     shape = (values.shape[0], num_experts)
     dense = torch.zeros(shape, dtype=torch.float32, device=values.device)

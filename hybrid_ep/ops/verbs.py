@@ -169,6 +169,8 @@ def _run_combine(*inputs: Any) -> tuple[Tensor, Tensor]:
     communicator = find(buffer_id)
     rules.check_num_sms(communicator, "combine", num_sms or None)
     rules.check_combine(communicator, rows, weights)
+    if values is not None:
+        rules.check_values(communicator, values, rows)
     used_topk = None if values is None else topk
     rules.check_sizes(communicator, topk=used_topk, layout_size=layout.shape[0])
     y, home_values = combine_now(*inputs)

@@ -77,9 +77,10 @@ def test_an_installed_package_has_the_id_of_its_build(tmp_path):
     (package / build.REPORT).write_text(json.dumps({"id": "abc", "left_out": {}}))
     assert build._needed_id.__wrapped__(package) == "abc"
     (tmp_path / "setup.py").write_text("")
-    assert build._needed_id.__wrapped__(sources(tmp_path) / "hybrid_ep") == build.id_of_sources(
-        tmp_path
-    ), "in a clone the sources count"
+    assert build._needed_id.__wrapped__(sources(tmp_path) / "hybrid_ep") == "abc", "another csrc"
+    sources(tmp_path, **{"nvlink_bindings.cpp": ""})
+    found = build._needed_id.__wrapped__(package)
+    assert found == build.id_of_sources(tmp_path), "in a clone the sources count"
     (package / build.REPORT).write_text("[]")
     assert build.read_report(package) == {}
 
@@ -157,3 +158,16 @@ def test_the_hooks_are_those_of_setuptools_and_the_wheel_of_nvshmem(backend, mon
 def test_a_version_is_that_of_the_environment_that_is_installed_into(backend):
     assert backend.installed_version("pytest") == pytest.__version__
     assert backend.installed_version("no-such-package-of-ours") is None
+
+
+def test_what_editors_leave_beside_sources_is_no_source(tmp_path):
+    csrc = tmp_path / "csrc"
+    csrc.mkdir()
+    (csrc / "a.cpp").write_text("int a;")
+    before = build.id_of_sources(tmp_path)
+    (csrc / ".#a.cpp").symlink_to("somebody@somewhere.1234")  # Emacs: a link to nothing
+    (csrc / "._a.cpp").write_bytes(b"\0")
+    (csrc / "folder.cu").mkdir()
+    assert build.id_of_sources(tmp_path) == before
+    (csrc / "b.cpp").write_text("int b;")
+    assert build.id_of_sources(tmp_path) != before

@@ -40,11 +40,16 @@ def id_of_sources(root: Path) -> str:
     """The id of an extension built from ``root/csrc`` with the flags above."""
     digest = hashlib.sha256(repr((COMPILE_FLAGS, LINK_FLAGS)).encode())
     for path in sorted((root / "csrc").rglob("*.*")):
-        if path.suffix in (".h", ".cuh", ".cpp", ".cu"):
+        if path.suffix in (".h", ".cuh", ".cpp", ".cu") and is_source(path):
             name, content = path.relative_to(root).as_posix().encode(), path.read_bytes()
             digest.update(b"%d %s %d " % (len(name), name, len(content)))
             digest.update(content)
     return digest.hexdigest()[:16]
+
+
+def is_source(path: Path) -> bool:
+    """Not what editors and file systems leave beside sources: locks, links, hidden copies."""
+    return not path.name.startswith(".") and path.is_file()
 
 
 def id_of_extension(path: str) -> str | None:
@@ -61,7 +66,12 @@ def refuse_other_build(extension: Any) -> None:
     Raises:
         ImportError: it was built from other sources.
     """
-    needed, found = _needed_id(_PACKAGE), id_of_extension(extension.__file__)
+    try:
+        needed, found = _needed_id(_PACKAGE), id_of_extension(extension.__file__)
+    except OSError as error:
+        raise ImportError(
+            f"whether {extension.__file__} was built from the sources here cannot be told: {error}"
+        ) from error
     if needed is not None and found != needed:
         raise ImportError(
             f"{extension.__file__} was built from other sources: its build id is "
@@ -87,6 +97,7 @@ def read_report(package: Path) -> dict[str, Any]:
 @functools.cache
 def _needed_id(package: Path) -> str | None:
     root = package.parent
-    if (root / "csrc").is_dir() and (root / "setup.py").is_file():
+    is_ours = (root / "csrc" / "nvlink_bindings.cpp").is_file()  # and not another project's csrc
+    if is_ours and (root / "setup.py").is_file():
         return id_of_sources(root)
     return read_report(package).get("id")

@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from hybrid_ep.backends.cuda.arguments import address_of
-from hybrid_ep.backends.cuda.nvlink import load_extension
 
 _LEAST_CAPABILITY = (9, 0)
 
 
-def serves(tensor: Tensor) -> bool:
-    """Whether the kernels run where the tensor is; a compiler makes kernels of its own."""
-    if not tensor.is_cuda or is_compiling() or type(tensor) is not Tensor:
+@functools.cache
+def serve(device: torch.device) -> bool:
+    """Whether the kernels run there."""
+    if device.type != "cuda" or _extension() is None:
         return False
+    return torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY
+
+
+@functools.cache
+def _extension() -> Any:
+    from hybrid_ep.backends.cuda import nvlink  # it loads the extension
+
     try:
-        load_extension()
+        return nvlink.load_extension()
     except ImportError:
-        return False
-    return torch.cuda.get_device_capability(tensor.device) >= _LEAST_CAPABILITY
+        return None
 
 
 def map_to_topk(
@@ -33,7 +41,7 @@ def map_to_topk(
     weights = None if probs is None else torch.empty_like(topk_idx, dtype=torch.float32)
     strides = (0, 0) if probs is None else probs.stride()
     with torch.cuda.device(device):
-        load_extension().map_to_topk(
+        _extension().map_to_topk(
             (
                 address_of(routing_map),
                 *routing_map.stride(),
@@ -57,7 +65,7 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     num_tokens, topk = values.shape
     dense = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=values.device)
     with torch.cuda.device(values.device):
-        load_extension().topk_to_dense(
+        _extension().topk_to_dense(
             (
                 address_of(values),
                 address_of(topk_idx),

@@ -15,6 +15,7 @@ from hybrid_ep.integers import round_up
 
 _STEP = 64  # tokens: frameworks pad to it too
 _log = logging.getLogger("hybrid_ep.integrations")
+_captured: list[hybrid_ep.Buffer] = []  # Buffers that CUDA graphs call
 
 
 class Kind(NamedTuple):
@@ -58,7 +59,6 @@ class Buffers:
         self._by_kind: dict[Kind, hybrid_ep.Buffer] = {}
         self._twins: WeakKeyDictionary[hybrid_ep.Buffer, dict[int, hybrid_ep.Buffer]]
         self._twins = WeakKeyDictionary()
-        self._captured: list[hybrid_ep.Buffer] = []
 
     def of(self, kind: Kind, num_tokens: int, topk: int) -> hybrid_ep.Buffer:
         """A Buffer for so many tokens with so many experts; collective where it must be made.
@@ -78,10 +78,13 @@ class Buffers:
         return buffer
 
     def keep_if_captured(self, buffer: hybrid_ep.Buffer) -> None:
-        """Keep a Buffer that is called in a capture: the graph has its addresses."""
+        """Keep a Buffer that is called in a capture: the graph has its addresses.
+
+        Until the process ends: the graph may outlive whoever made the Buffer.
+        """
         if buffer.device.type == "cuda" and endings.is_capturing():
-            if not any(buffer is each for each in self._captured):
-                self._captured.append(buffer)
+            if not any(buffer is each for each in _captured):
+                _captured.append(buffer)
 
     def twin(self, buffer: hybrid_ep.Buffer, hidden: int) -> hybrid_ep.Buffer:
         """A Buffer that takes the layouts of another one, for rows of float32; collective."""

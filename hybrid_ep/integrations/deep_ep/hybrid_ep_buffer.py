@@ -327,7 +327,7 @@ class HybridEPBuffer:
                 f"num_permuted_tokens must be that of the handle, {inner.num_rows}, got "
                 f"{num_permuted_tokens}"
             )
-        weights = topk_weights
+        weights = None if topk_weights is None else topk_weights.float()
         if probs is not None:
             weights = _weights_of(probs, handle.topk_idx)
         out = hybrid_ep.dispatch(handle.buffer, hidden, None, weights, scales=scales, handle=inner)

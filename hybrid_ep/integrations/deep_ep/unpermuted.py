@@ -47,6 +47,8 @@ class Unpermuted:
                 routing_map = torch.zeros(size, dtype=torch.bool, device=hidden.device)
         elif routing_map is None:
             raise ValueError("dispatch needs routing_map, topk_idx and num_of_experts, or a handle")
+        if routing_map.dtype != torch.bool:
+            raise ValueError(f"routing_map must be bool, got {routing_map.dtype}")
         num_experts = routing_map.shape[1]
 
         parts = [routing_map, None if probs is None else probs.float(), scales]
@@ -64,6 +66,7 @@ class Unpermuted:
             out = hybrid_ep.dispatch(buffer, hidden, to_ranks, scales=side)
         else:
             inner, buffer = handle[:2]
+            self._buffers.keep_if_captured(buffer)
             out = hybrid_ep.dispatch(buffer, hidden, scales=side, handle=inner)
 
         map_bytes, prob_bytes, scale_bytes = out.scales.split(widths, dim=1)
@@ -84,6 +87,7 @@ class Unpermuted:
     ) -> tuple[Tensor, Tensor | None]:
         """See ``HybridEPBuffer.combine``."""
         inner, buffer, *_, num_experts = handle
+        self._buffers.keep_if_captured(buffer)
         y = hybrid_ep.combine(buffer, hidden, inner)
         if probs is None:
             return y, None
@@ -92,7 +96,9 @@ class Unpermuted:
         shape = (len(probs), num_experts)
         mine = torch.zeros(shape, dtype=torch.float32, device=probs.device)
         mine[:, local] = probs[:, local.start - node.start : local.stop - node.start].float()
-        return y, hybrid_ep.combine(self._buffers.twin(buffer, num_experts), mine, inner)
+        twin = self._buffers.twin(buffer, num_experts)
+        self._buffers.keep_if_captured(twin)
+        return y, hybrid_ep.combine(twin, mine, inner)
 
     def _local_experts(self, num_experts: int) -> slice:
         count = num_experts // self._num_ranks
