@@ -1,5 +1,5 @@
 // What one SM can load from its own GPU's memory: by TMA into shared memory, by ordinary loads into
-// registers, and by both at once; and what it can copy by TMA, a load and one or more stores a row.
+// registers, and by both at once; and what it can copy by TMA, a load and one or more stores per row.
 // Rows of 14,336 bytes, each read once, far more than L2 holds.
 //
 //   nvcc -std=c++17 -O3 -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/sm_loads
