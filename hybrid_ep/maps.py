@@ -21,10 +21,9 @@ from torch import Tensor
 
 from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
+from hybrid_ep.ops.rules import TOPK_DTYPES
 from hybrid_ep.ops.verbs import watched
 from hybrid_ep.shape import MAX_EXPERTS
-
-TOPK_DTYPES = (torch.int16, torch.int32, torch.int64)
 
 
 def map_to_topk(

@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.output import pictures
+
 OPS = ("dispatch", "combine")
 AXES = {"sms": "SMs", "tokens": "tokens per rank"}
 SIZES = ("tokens", "hidden", "experts", "topk", "dtype", "skew", "sms")
@@ -31,13 +33,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.load_pyplot()
     records = report["records"]
     panels: list[Callable[[Any], None]] = []
     for axis, op in itertools.product(AXES, OPS):
@@ -60,9 +56,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
         cell.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
     figure.suptitle(f"{report['device']}, commit {report['commit']}")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pictures.write(figure, path)
     return True
 
 

@@ -8,16 +8,13 @@ from typing import Any
 import torch
 
 from hybrid_ep.demo.report import NATS_PER_BIT, Report, ranks
+from hybrid_ep.output import pictures
 
 
 def plot(report: Report, path: Path) -> None:
     """Draw it into a file; needs matplotlib, the name's ending picks the format."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(13, 5), layout="constrained")
+    pyplot = pictures.load_pyplot()
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(13, 5), layout="constrained")
     _draw_loss(report, left)
     image = _draw_load(report, right)
     figure.colorbar(image, ax=right, extend="max", label="tokens, over the mean of the experts")
@@ -26,8 +23,7 @@ def plot(report: Report, path: Path) -> None:
         f"{report.backend} backend, {100 * report.comm_share:.0f}% of the time in dispatch and "
         "combine"
     )
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    pictures.write(figure, path)
 
 
 def _draw_loss(report: Report, axes: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.bench.layer.table import SAME, name_of, title_of
+from hybrid_ep.output import pictures
 
 
 def plot_layers(report: dict[str, Any], path: Path) -> bool:
@@ -22,13 +23,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("--plot needs matplotlib, which is not installed") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
+    pyplot = pictures.load_pyplot()
     by_shape = itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME])
     panels = [list(records) for _, records in by_shape]
     if not panels:
@@ -40,9 +35,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
         _draw(cell, records)
     figure.suptitle(f"{report['device']}, commit {report['commit']}")
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    pyplot.close(figure)
+    pictures.write(figure, path)
     return True
 
 
