@@ -6,6 +6,7 @@ test that breaks its group or kills a rank takes fresh ones, the others share a 
 
 from __future__ import annotations
 
+import ctypes
 import io
 import multiprocessing
 import os
@@ -200,6 +201,7 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
     torch.set_num_threads(1)
     device = target.rank_device(rank, num_ranks)
     if device.type == "cuda":
+        _sleep_in_waits(device)
         torch.cuda.set_device(device)
     dist.init_process_group(
         target.group if device.type == "cuda" else "gloo",
@@ -220,6 +222,19 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
             outcome = Outcome(error=traceback.format_exc())
         connection.send_bytes(_pack(outcome))
     dist.destroy_process_group()
+
+
+def _sleep_in_waits(device: torch.device) -> None:
+    """Waits for the GPU sleep instead of polling: many ranks share the cores and the GPU."""
+    blocking_sync = 0x04  # CU_CTX_SCHED_BLOCKING_SYNC
+    driver = ctypes.CDLL("libcuda.so.1")
+    for call in (
+        lambda: driver.cuInit(0),
+        lambda: driver.cuDevicePrimaryCtxSetFlags_v2(device.index, blocking_sync),
+    ):
+        error = call()
+        if error:
+            raise RuntimeError(f"the CUDA driver must accept blocking waits, got error {error}")
 
 
 def to_cpu(values: Any) -> Any:

@@ -1,5 +1,7 @@
 """What only several nodes have: a job of NVSHMEM, windows, and ranks that pass words on."""
 
+import os
+
 import pytest
 
 from hybrid_ep import Config
@@ -7,6 +9,7 @@ from tests import faults, oracle
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.faults import each_phase
+from tests.launch import NETWORK
 from tests.ranks import handles, mistakes, sizes
 
 pytestmark = pytest.mark.only_on("nodes", why="it is about several nodes")
@@ -26,6 +29,7 @@ def test_one_job_serves_every_division_into_nodes(world):
                 same_bytes(rows, expected[rank].rows, what)
 
 
+@pytest.mark.skipif(NETWORK in os.environ, reason="only NVSHMEM itself has one job per process")
 def test_a_second_job_is_refused_by_name(world):
     assert world(4).run(handles.other_group) == [
         f"a process takes part in one NVSHMEM job, that of its first Buffer: the ranks were "

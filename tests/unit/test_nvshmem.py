@@ -199,7 +199,10 @@ def test_a_card_means_IBGDA_with_a_queue_pair_a_channel():
 
 
 def test_without_a_card_NVSHMEM_chooses():
-    assert network_environment({}, **SIZES, ports=()) == {"NVSHMEM_DISABLE_NVLS": "1"}
+    assert network_environment({}, **SIZES, ports=()) == {
+        "NVSHMEM_DISABLE_NVLS": "1",
+        "NVSHMEM_DISABLE_LOCAL_ONLY_PROXY": "1",
+    }
 
 
 @pytest.mark.parametrize("value", ["eth0", "=eth0", "^docker", "^=docker0,lo", "eth,ib"])

@@ -153,6 +153,8 @@ def network_environment(
             "NVSHMEM_IBGDA_RC_MAP_BY": "cta",
             "NVSHMEM_QP_DEPTH": str(queue_depth),
         }
+    else:  # one host: the proxy thread has nothing to send, and would keep a core per rank busy
+        wanted["NVSHMEM_DISABLE_LOCAL_ONLY_PROXY"] = "1"
     return {name: value for name, value in wanted.items() if not environment.get(name)}
 
 
