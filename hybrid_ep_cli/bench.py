@@ -8,11 +8,16 @@ GB/s counts what leaves a rank: a token once per other rank that has one of its 
     hybrid-ep bench --sweep tokens
     hybrid-ep bench --backend torch --group cpu:gloo,cuda:nccl    the torch backend over NCCL
     hybrid-ep bench --layer --shape deepseek-v3 mixtral           a whole MoE layer
+    hybrid-ep bench --overlap --sms 16 24 48                      beside matrix products
 
 --layer times forward, backward and a training step (SGD of the router and the experts) of a MoE
 layer: on the library, in plain torch over NCCL or gloo, and its experts without communication. A
 named shape has as many experts per rank as the model has on 8 ranks; without one, --hidden, --ffn,
 --experts and --topk are the sizes.
+
+--overlap times a dispatch and a combine on a stream of high priority beside matrix products on
+another stream, on GPUs: each alone, and both at once, where the products run on all SMs or on those
+that communication leaves.
 
 The JSON: device, num_gpus, commit, command, ceilings (GB/s: memory_copy_gbps, peer_copy_gbps, and
 pull_gbps and push_gbps by the number of SMs), and records: op, backend (all_to_all is the bare one,
@@ -34,6 +39,14 @@ experts: without communication; products: their matrix products alone), pass (fo
 step), sizing, max_rows, sms, us_median, us_min, us_max, us_fastest_rank, communication_share (of
 the time, beyond the experts alone), tflops (of the experts' products, per rank), peak_bytes (of
 forward and backward, beyond tokens and weights; largest rank), rows (largest rank).
+
+The JSON of --overlap: device, num_gpus, commit, command, and overlaps: ranks, tokens, hidden,
+experts, topk, dtype, skew, gemm (M, K, N), gemms (how many), way (the backend; all_to_all: NCCL's
+of the same copies, once for dispatch and once for combine), sms (num_sms of the calls), total_sms
+(of the GPU), product_sms (all, or rest: the products leave sms free), products_alone_us,
+communication_alone_us, communication_us and products_us (ends of both, started at once), both_us
+(the later), hidden_part (of the shorter: what costs no time), allowed_part (the most that SM time
+allows to hide), hidden_of_allowed. Times are medians of the slowest rank.
 """
 
 from __future__ import annotations
@@ -99,6 +112,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--weight-at",
         choices=WEIGHT_PLACES,
         help="with --layer: where the weights of a token's experts enter (default: combine)",
+    )
+    parser.add_argument(
+        "--overlap",
+        action="store_true",
+        help="time dispatch and combine beside matrix products on another stream (default: alone)",
+    )
+    parser.add_argument(
+        "--gemm",
+        type=int,
+        nargs=3,
+        metavar=("M", "K", "N"),
+        help="with --overlap: sizes of a product (default: 4096 7168 4096)",
+    )
+    parser.add_argument(
+        "--gemms",
+        type=int,
+        metavar="N",
+        help="with --overlap: products in the stream (default: 8)",
     )
     add_ranks(parser)
     parser.add_argument(

@@ -22,7 +22,7 @@ shows where the GPU would wait for it.
     clock.py      timing                      ceilings.py    the hardware's
     phases.py     the kernels alone           fits.py        time against bytes
     sweep.py      all of it, on every rank    records.py, table.py, charts.py   what is told
-    layer/        a whole MoE layer
+    layer/        a whole MoE layer                 overlap/       beside matrix products
 """
 
 from hybrid_ep.bench.inputs import NUM_INPUTS, make_topk

@@ -35,6 +35,13 @@ def make_buffer(load: Load, device: torch.device, backend: str, config: Config) 
     )
 
 
+def least_bound(buffer: Buffer, inputs: list[Inputs], align: int = 1) -> int:
+    """The least bound, as benches round it, that drops no row of any rank; collective."""
+    needed = [int(_dispatch(buffer, each, align=align).handle.required_rows) for each in inputs]
+    most = max(Group().gather(max(needed)))
+    return round_up(round_up(most, BOUND_MULTIPLE), align)
+
+
 def library_calls(
     buffer: Buffer,
     load: Load,
@@ -45,11 +52,7 @@ def library_calls(
 ) -> Iterator[Call]:
     """Everything that is timed of one Buffer; collective."""
     align = options.align
-    max_rows = None
-    if sizing == "max_rows":
-        needed = [int(_dispatch(buffer, each, align=align).handle.required_rows) for each in inputs]
-        most = max(Group().gather(max(needed)))
-        max_rows = round_up(round_up(most, BOUND_MULTIPLE), align)
+    max_rows = least_bound(buffer, inputs, align) if sizing == "max_rows" else None
     outs = [_dispatch(buffer, each, max_rows=max_rows, align=align) for each in inputs]
     rows = [out.rows for out in outs]
     weights = [out.weights if options.weighted else None for out in outs]

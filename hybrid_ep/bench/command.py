@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ from hybrid_ep.bench.layer import SHAPES, LayerOptions, measure_layers
 from hybrid_ep.bench.layer.chart import plot_layers
 from hybrid_ep.bench.layer.options import shapes_of
 from hybrid_ep.bench.layer.table import print_layers
+from hybrid_ep.bench.overlap import OverlapOptions, measure_overlap
+from hybrid_ep.bench.overlap.chart import plot_overlaps
+from hybrid_ep.bench.overlap.table import print_overlaps
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
@@ -45,6 +49,30 @@ _LAYER_DEFAULTS: dict[str, Any] = {  # without a named shape
 _GPU_SHAPE = "deepseek-v3"  # of --layer, unless sizes are named
 _NOT_OF_LAYERS = ("sweep", "skew", "weighted")
 _OF_LAYERS = ("shape", "ffn", "weight_at")
+_OF_OVERLAP = ("gemm", "gemms")
+_NOT_OF_OVERLAP = ("layer", "sweep", "skew", "dtypes", "weighted")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What is measured, what its report is told by, and the report's keys.
+
+    Attributes:
+        records: the key of the records.
+        others: further keys.
+    """
+
+    measure: Callable[..., dict[str, Any]]
+    print_table: Callable[..., None]
+    plot: Callable[[dict[str, Any], Path], bool]
+    records: str
+    others: tuple[str, ...] = ()
+
+
+_CALLS = _Kind(bench.measure, print_table, plot, "records", ("ceilings",))
+_LAYERS = _Kind(measure_layers, print_layers, plot_layers, "layers")
+_OVERLAPS = _Kind(measure_overlap, print_overlaps, plot_overlaps, "overlaps")
+_KINDS = (_CALLS, _LAYERS, _OVERLAPS)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -62,23 +90,15 @@ def run(args: argparse.Namespace) -> int:
             ) from error
         return 0
     num_ranks = ranks_here(args.ranks)
-    measure: Callable[..., dict[str, Any]]
-    if args.layer:
-        options: tuple[Any, ...] = (_layer_options(args, num_ranks),)
-        measure, found = measure_layers, "layers"
-    else:
-        for name in _OF_LAYERS:
-            if getattr(args, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')} needs --layer")
-        options, measure, found = _sweeps(args), bench.measure, "records"
+    kind, options = _asked(args, num_ranks)
     for each in options:
         each.check(num_ranks)
     make_room("--json", args.json)
     make_room_for_plot(args.plot)
     group = None if args.group == _UNNAMED else args.group
-    ran = on_ranks(measure, args.ranks, *options, device=args.device, group=group)
+    ran = on_ranks(kind.measure, args.ranks, *options, device=args.device, group=group)
     measured = ran.values[0]
-    if not measured[found]:
+    if not measured[kind.records]:
         if ran.speaks:
             print(f"hybrid-ep bench: {'; '.join(measured['skipped'])}", file=sys.stderr)
         return 1
@@ -90,36 +110,74 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _asked(args: argparse.Namespace, num_ranks: int) -> tuple[_Kind, tuple[Any, ...]]:
+    """What to measure, with which options; ValueError for one of another kind."""
+    for option, names, is_asked in (
+        ("--layer", _OF_LAYERS, args.layer),
+        ("--overlap", _OF_OVERLAP, args.overlap),
+    ):
+        for name in names:
+            if not is_asked and getattr(args, name) is not None:
+                raise ValueError(f"--{name.replace('_', '-')} needs {option}")
+    if args.overlap:
+        return _OVERLAPS, (_overlap_options(args),)
+    if args.layer:
+        return _LAYERS, (_layer_options(args, num_ranks),)
+    return _CALLS, _sweeps(args)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ValueError(f"--read must name a file that --json wrote: {error}") from None
     machine = ("device", "num_gpus", "commit")
-    kinds = (("records", "ceilings"), ("layers",))
     if not isinstance(report, dict) or not any(
-        all(key in report for key in (*machine, *kind)) for kind in kinds
+        all(key in report for key in (*machine, kind.records, *kind.others)) for kind in _KINDS
     ):
         raise ValueError(f"--read must name a file that --json wrote, got {path}")
     return report
 
 
 def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
-    of_layers = "layers" in report
-    (print_layers if of_layers else print_table)(report, skipped)
+    kind = next(kind for kind in _KINDS if kind.records in report)
+    kind.print_table(report, skipped)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:
-        drawn = (plot_layers if of_layers else plot)(report, args.plot)
+        drawn = kind.plot(report, args.plot)
         print(f"wrote {args.plot}" if drawn else "nothing to plot: no SMs or tokens were swept")
 
 
-def _layer_options(args: argparse.Namespace, num_ranks: int) -> LayerOptions:
-    for name in _NOT_OF_LAYERS:
+def _overlap_options(args: argparse.Namespace) -> OverlapOptions:
+    _refuse(args, "--overlap", _NOT_OF_OVERLAP)
+    if not _on_gpu(args):
+        raise ValueError("--overlap must run on GPUs, got the CPU: the streams are CUDA's")
+    names = ("tokens", "hidden", "experts", "topk", "sms", *_OF_OVERLAP)
+    asked = {name: given for name in names if (given := getattr(args, name)) is not None}
+    return OverlapOptions(
+        backends=tuple(args.backend.split(",")),
+        **{
+            name: tuple(given) if isinstance(given, list) else given
+            for name, given in asked.items()
+        },
+        iters=args.iters,
+        warmup=args.warmup,
+    )
+
+
+def _refuse(args: argparse.Namespace, option: str, names: tuple[str, ...]) -> None:
+    """ValueError for an option that means nothing beside another."""
+    for name in names:
         if getattr(args, name):
-            raise ValueError(f"--{name} must be left out with --layer")
+            written = "dtype" if name == "dtypes" else name
+            raise ValueError(f"--{written} must be left out with {option}")
     if args.align != 1:
-        raise ValueError(f"--align must be left out with --layer, got {args.align}")
+        raise ValueError(f"--align must be left out with {option}, got {args.align}")
+
+
+def _layer_options(args: argparse.Namespace, num_ranks: int) -> LayerOptions:
+    _refuse(args, "--layer", _NOT_OF_LAYERS)
     sized = ("hidden", "ffn", "experts", "topk")
     asked = {name: tuple(given) for name in _LAYER_DEFAULTS if (given := getattr(args, name))}
     named = args.shape

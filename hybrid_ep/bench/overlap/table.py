@@ -1,0 +1,78 @@
+"""The records of overlap as tables of at most 100 columns, one per shape."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from hybrid_ep.output import tables
+
+HEADER = (
+    "way",
+    "SMs",
+    "products on",
+    "alone us",
+    "beside us",
+    "products us",
+    "both us",
+    "hidden",
+    "allowed",
+    "of it",
+)
+TEXTS = 1
+NAMES = {"all_to_all": "NCCL all_to_all"}
+SAME = ("ranks", "tokens", "hidden", "experts", "topk", "dtype", "gemm", "gemms")
+
+
+def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
+    """Print the records, what the columns mean, and what was skipped.
+
+    Args:
+        report: what ``--json`` writes.
+        skipped: why a way was not measured.
+    """
+    print(f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}")
+    for _, records in itertools.groupby(report["overlaps"], lambda r: [r[key] for key in SAME]):
+        same = list(records)
+        print(products_of(same[0]))
+        tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
+    print("way: a dispatch and a combine of the library; all_to_all: of the same copies, twice.")
+    print("products on: all SMs, or the rest, those that communication leaves free.")
+    print("alone, beside: communication without and beside the products. Slowest rank, medians.")
+    print("both: end of the later stream. hidden: part of the shorter stream that costs no time.")
+    print("allowed: the most that SM time allows to hide. of it: hidden over allowed.")
+    for reason in skipped:
+        print(f"skipped: {reason}")
+
+
+def title_of(record: dict[str, Any]) -> str:
+    """The sizes in words."""
+    return (
+        f"ranks {record['ranks']}, T {record['tokens']}, H {record['hidden']}, "
+        f"E {record['experts']}, K {record['topk']}, {record['dtype']}"
+    )
+
+
+def products_of(record: dict[str, Any]) -> str:
+    """The products in words."""
+    m, k, n = record["gemm"]
+    alone = record["products_alone_us"]
+    return f"products: {record['gemms']} of {m} x {k} x {n}, bf16, {alone:.0f} us alone"
+
+
+def name_of(record: dict[str, Any]) -> str:
+    """The way in words."""
+    return NAMES.get(record["way"], f"hybrid_ep {record['way']}")
+
+
+def _row(record: dict[str, Any]) -> list[str]:
+    times = ("communication_alone_us", "communication_us", "products_us", "both_us")
+    parts = ("hidden_part", "allowed_part", "hidden_of_allowed")
+    return [
+        name_of(record),
+        "-" if record["sms"] is None else str(record["sms"]),
+        record["product_sms"],
+        *(f"{record[key]:.0f}" for key in times),
+        *("-" if record[key] is None else f"{record[key]:.2f}" for key in parts),
+    ]
