@@ -104,7 +104,7 @@ def test_the_table_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     print_overlaps(report, ["nvshmem: no network"])
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[1] == "products: 8 of 4096 x 7168 x 4096, bf16, 24500 us alone"
+    assert lines[1] == "GEMMs: 8 of 4096 x 7168 x 4096, bf16, 24500 us alone"
     assert "hybrid_ep nvshmem" in lines[4] and "29600" in lines[4] and "0.68" in lines[4]
     assert "NCCL all_to_all" in lines[7] and lines[7].endswith("-")
     assert lines[-1] == "skipped: nvshmem: no network"

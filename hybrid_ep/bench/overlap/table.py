@@ -11,10 +11,10 @@ from hybrid_ep.output import tables
 HEADER = (
     "way",
     "SMs",
-    "products on",
+    "GEMMs on",
     "alone us",
     "beside us",
-    "products us",
+    "GEMMs us",
     "both us",
     "hidden",
     "allowed",
@@ -38,8 +38,8 @@ def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
         print(products_of(same[0]))
         tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
     print("way: a dispatch and a combine of the library; all_to_all: of the same copies, twice.")
-    print("products on: all SMs, or the rest, those that communication leaves free.")
-    print("alone, beside: communication without and beside the products. Slowest rank, medians.")
+    print("GEMMs on: all SMs, or the rest, those that communication leaves free.")
+    print("alone, beside: communication without and beside the GEMMs. Slowest rank, medians.")
     print("both: end of the later stream. hidden: part of the shorter stream that costs no time.")
     print("allowed: the most that SM time allows to hide. of it: hidden over allowed.")
     for reason in skipped:
@@ -58,7 +58,7 @@ def products_of(record: dict[str, Any]) -> str:
     """The products in words."""
     m, k, n = record["gemm"]
     alone = record["products_alone_us"]
-    return f"products: {record['gemms']} of {m} x {k} x {n}, bf16, {alone:.0f} us alone"
+    return f"GEMMs: {record['gemms']} of {m} x {k} x {n}, bf16, {alone:.0f} us alone"
 
 
 def name_of(record: dict[str, Any]) -> str:
