@@ -27,6 +27,8 @@ two) CUDA_VISIBLE_DEVICES=$(cut -d' ' -f1,2 <<<"$visible" | tr ' ' ',') ;;
     ;;
 esac
 export CUDA_VISIBLE_DEVICES
+# the oracle of each worker would take all cores, and its idle threads poll
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-2}
 mode=$1
 shift
 mps=${MPS:-}
