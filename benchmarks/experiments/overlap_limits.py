@@ -4,7 +4,8 @@
 
 One rank on one GPU. Beside dispatch and combine runs, in other iterations, a kernel that occupies
 as many SMs for as long and touches no memory: what products lose beside it is lost to scheduling.
-Dense products (cuBLAS) and the experts' grouped products (CUTLASS) run on all SMs and on the rest.
+Dense products (cuBLAS) and the experts' grouped products (CUTLASS) run on all SMs, or leave SMs
+free while communication lasts.
 ``--trace`` prints start, duration and grid of each kernel of one iteration.
 """
 
@@ -25,7 +26,7 @@ from torch import Tensor
 import hybrid_ep
 from hybrid_ep.bench.clock import Clock
 from hybrid_ep.bench.overlap.hiding import allowed, hidden
-from hybrid_ep.bench.overlap.products import Products, leaving_free
+from hybrid_ep.bench.overlap.products import Products, dense, gemms_beside
 from hybrid_ep.bench.overlap.streams import Pair, Streams
 from hybrid_ep.launch import run_ranks
 from hybrid_ep.moe import grouped_mm
@@ -65,28 +66,31 @@ def run(device: torch.device, sms: list[int], trace: bool) -> None:
     def occupy(_: int, *, num_sms: int, us: float) -> None:
         kernel((num_sms, 1, 1), (1024, 1, 1), (int(us),))
 
-    kinds: dict[str, Callable[[], Tensor | None]] = {
-        "8 dense products": Products((4096, 7168, 4096), 8, device),
-        "1 grouped product": lambda: grouped_mm(out.rows, matrices, out.offsets[1:]),
+    def product(_: int) -> Tensor:
+        return grouped_mm(out.rows, matrices, out.offsets[1:])
+
+    kinds = {
+        "dense products": (dense((4096, 7168, 4096), 8, device), 8),
+        "grouped products": (Products(product, 3), 3),
     }
-    for (name, products), num_sms in ((k, n) for k in kinds.items() for n in sms):
+    for (name, (products, count)), num_sms in ((k, n) for k in kinds.items() for n in sms):
         talk = functools.partial(communicate, num_sms=num_sms)
-        around = functools.partial(leaving_free, num_sms)
         take_turns = functools.partial(streams.take_turns, iters=9, warmup=2)
-        alone, on_all, on_rest = take_turns(
-            [Pair(talk), Pair(products=products), Pair(products=products, around=around)]
-        )
+        rest = functools.partial(products, free_sms=num_sms, beside=count)
+        alone, on_all, on_rest = take_turns([Pair(talk), Pair(None, products), Pair(None, rest)])
+        beside = gemms_beside(alone.communication_us, on_all.products_us, count)
+        rest = functools.partial(products, free_sms=num_sms, beside=beside)
         stand_in = functools.partial(occupy, num_sms=num_sms, us=alone.communication_us)
         told = {
             "communication": Pair(talk, products),
             "idle blocks": Pair(stand_in, products),
-            "communication, products on the rest": Pair(talk, products, around),
-            "idle blocks, products on the rest": Pair(stand_in, products, around),
+            "communication, products on the rest": Pair(talk, rest),
+            "idle blocks, products on the rest": Pair(stand_in, rest),
         }
         total = torch.cuda.get_device_properties(device).multi_processor_count
         most = allowed(alone.communication_us, on_all.products_us, num_sms, total)
         print(
-            f"{name}: {on_all.products_us:.0f} us, on {total - num_sms} SMs "
+            f"{count} {name}: {on_all.products_us:.0f} us, on {total - num_sms} SMs "
             f"{on_rest.products_us:.0f}; communication on {num_sms} SMs "
             f"{alone.communication_us:.0f} us, {most:.2f} may be hidden"
         )

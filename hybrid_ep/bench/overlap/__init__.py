@@ -10,8 +10,8 @@ priority for the products. Each is timed alone, and both together from the same 
 
 cuBLAS and CUTLASS launch one block per SM, and each block has its fixed share of the tiles. Blocks
 that find no free SM start when others end, so that a product beside communication can take twice as
-long. Therefore products run in two ways: on ``all`` SMs, and on the ``rest``, the SMs that
-communication leaves (``products.py``).
+long. Therefore products run in two ways: on ``all`` SMs, or on the ``rest``, where those that are
+launched while communication lasts leave its SMs free (``products.py``).
 
     options.py    what to measure           streams.py   the two streams and their clock
     products.py   the products              sweep.py     all of it, on every rank

@@ -3,38 +3,54 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
 from hybrid_ep.bench.inputs import NUM_INPUTS
 
+_SLOWER_BESIDE = 1.2  # communication beside products takes so much longer, about
+
+
+def gemms_beside(communication_us: float, products_us: float, gemms: int) -> int:
+    """How many of the products are launched while communication lasts."""
+    return min(gemms, math.ceil(_SLOWER_BESIDE * communication_us * gemms / products_us))
+
 
 class Products:
-    """``gemms`` bf16 products of one shape, one after the other.
+    """Matrix products, one after the other on the current stream.
 
     Args:
-        gemm: M, K and N of a product.
-        gemms: number of products.
-        device: of the operands.
+        product: ``product(i)`` launches the i-th.
+        count: number of products.
     """
 
-    def __init__(self, gemm: tuple[int, int, int], gemms: int, device: torch.device) -> None:
-        m, k, n = gemm
-        generator = torch.Generator(device).manual_seed(0)
+    def __init__(self, product: Callable[[int], Any], count: int) -> None:
+        self._product, self._count = product, count
 
-        def draw(*shape: int) -> torch.Tensor:
-            made = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            return made.normal_(generator=generator)
+    def __call__(self, *, free_sms: int = 0, beside: int = 0) -> None:
+        """Launch them; the first ``beside`` of them leave ``free_sms`` SMs free."""
+        with leaving_free(free_sms):
+            for i in range(beside):
+                self._product(i)
+        for i in range(beside, self._count):
+            self._product(i)
 
-        self._operands = [(draw(m, k), draw(k, n)) for _ in range(NUM_INPUTS)]
-        self._out = torch.empty(m, n, dtype=torch.bfloat16, device=device)
-        self._gemms = gemms
 
-    def __call__(self) -> None:
-        """Launch them on the current stream."""
-        for i in range(self._gemms):
-            torch.mm(*self._operands[i % NUM_INPUTS], out=self._out)
+def dense(gemm: tuple[int, int, int], count: int, device: torch.device) -> Products:
+    """``count`` bf16 products of M, K and N."""
+    m, k, n = gemm
+    generator = torch.Generator(device).manual_seed(0)
+
+    def draw(*shape: int) -> torch.Tensor:
+        made = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        return made.normal_(generator=generator)
+
+    operands = [(draw(m, k), draw(k, n)) for _ in range(NUM_INPUTS)]
+    out = draw(m, n)
+    return Products(lambda i: torch.mm(*operands[i % NUM_INPUTS], out=out), count)
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,12 +24,10 @@ class Pair:
     Attributes:
         communication: on the stream of the highest priority, launched first.
         products: on the stream of the default priority.
-        around: entered while the products are launched.
     """
 
     communication: Launch | None = None
     products: Callable[[], None] | None = None
-    around: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ class Streams:
         with torch.cuda.stream(self._fast):
             kept = None if pair.communication is None else pair.communication(i)
             communicated.record()
-        with torch.cuda.stream(self._plain), pair.around():
+        with torch.cuda.stream(self._plain):
             if pair.products is not None:
                 pair.products()
             computed.record()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, Inputs, make_inputs
 from hybrid_ep.bench.options import Load
 from hybrid_ep.bench.overlap.hiding import allowed, hidden
 from hybrid_ep.bench.overlap.options import OverlapOptions
-from hybrid_ep.bench.overlap.products import Products, leaving_free
+from hybrid_ep.bench.overlap.products import dense, gemms_beside
 from hybrid_ep.bench.overlap.streams import Ends, Launch, Pair, Streams
 from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.config import Config
@@ -117,24 +117,30 @@ def _of_nccl(load: Load, inputs: list[Inputs], clock: Clock) -> Way:
 def _time(
     load: Load, ways: list[Way], options: OverlapOptions, clock: Clock
 ) -> Iterator[dict[str, Any]]:
-    products = Products(options.gemm, options.gemms, clock.device)
+    products = dense(options.gemm, options.gemms, clock.device)
     settings = [
         (way, product_sms)
         for way in ways
         for product_sms in options.product_sms
         if product_sms == "all" or way.sms is not None
     ]
-    pairs = [Pair(products=products)]
-    pairs += [Pair(communication=way.launch) for way in ways]
-    pairs += [
-        Pair(way.launch, products, around=_around(product_sms, way.sms))
-        for way, product_sms in settings
-    ]
-    times = Streams(clock).take_turns(pairs, iters=options.iters, warmup=options.warmup)
-    products_us, times = times[0].products_us, times[1:]
-    alone = {way: each.communication_us for way, each in zip(ways, times, strict=False)}
+    take_turns = functools.partial(
+        Streams(clock).take_turns, iters=options.iters, warmup=options.warmup
+    )
+    first, *others = take_turns(
+        [Pair(products=products), *(Pair(communication=way.launch) for way in ways)]
+    )
+    products_us = first.products_us
+    alone = {way: ends.communication_us for way, ends in zip(ways, others, strict=True)}
+    pairs = []
+    for way, product_sms in settings:
+        launch = products
+        if product_sms == "rest" and way.sms is not None:
+            beside = gemms_beside(alone[way], products_us, options.gemms)
+            launch = functools.partial(products, free_sms=way.sms, beside=beside)
+        pairs.append(Pair(way.launch, launch))
     total_sms = torch.cuda.get_device_properties(clock.device).multi_processor_count
-    for (way, product_sms), ends in zip(settings, times[len(ways) :], strict=True):
+    for (way, product_sms), ends in zip(settings, take_turns(pairs), strict=True):
         yield {
             "ranks": dist.get_world_size(),
             **load.record(),
@@ -148,12 +154,6 @@ def _time(
             "communication_alone_us": alone[way],
             **_hidden(way, alone[way], products_us, total_sms, ends),
         }
-
-
-def _around(product_sms: str, sms: int | None) -> Callable[[], Any]:
-    if product_sms == "all" or sms is None:
-        return Pair.around
-    return functools.partial(leaving_free, sms)
 
 
 def _hidden(
