@@ -18,6 +18,47 @@ from hybrid_ep.bench.baselines import PlainTorch, Route, sum_bags
 from hybrid_ep.moe import GroupedExperts, Router
 
 
+class PlainMoves:
+    """Dispatch and combine of a layer, with gradients.
+
+    Args:
+        plain: moves the rows.
+    """
+
+    def __init__(self, plain: PlainTorch) -> None:
+        self._plain = plain
+
+    def dispatch(
+        self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Route]:
+        """What ``hybrid_ep.dispatch`` does; collective, and the host waits.
+
+        Args:
+            x: ``[T, H]``.
+            topk_idx: int64 ``[T, K]``, distinct experts per token.
+            topk_weights: float32 ``[T, K]``.
+
+        Returns:
+            tuple: rows ``[M, H]`` grouped by expert, their weights float32 ``[M]``, offsets int32
+            ``[E_local + 1]``, and the route for ``combine``.
+        """
+        route, _ = self._plain.route(topk_idx)
+        sent = _Gather.apply(x, route.token, route.copies, route.copy_ends)
+        received = _Move.apply(sent, self._plain, route.sent, route.received)
+        rows = _Gather.apply(received, route.copy, route.rows, route.row_ends)
+        weights = topk_weights.index_select(0, route.token)
+        weights = _Move.apply(weights, self._plain, route.sent, route.received)
+        weights = weights.flatten().index_select(0, route.slot)
+        offsets = torch.nn.functional.pad(route.counts.cumsum(0), (1, 0)).int()
+        return rows, weights, offsets, route
+
+    def combine(self, rows: Tensor, route: Route) -> Tensor:
+        """``[M, H]`` to ``[T, H]``, the plain sum of each token's rows; collective."""
+        sums = _Sum.apply(rows, route.copy, route.rows, route.row_ends)
+        home = _Move.apply(sums, self._plain, route.received, route.sent)
+        return _Sum.apply(home, route.token, route.copies, route.copy_ends)
+
+
 class PlainLayer:
     """Router and experts of a MoELayer with plain torch between them.
 
@@ -31,30 +72,18 @@ class PlainLayer:
     def __init__(
         self, router: Router, experts: GroupedExperts, plain: PlainTorch, weight_at: str
     ) -> None:
-        self._router, self._experts, self._plain = router, experts, plain
+        self._router, self._experts, self._moves = router, experts, PlainMoves(plain)
         self._weight_at = weight_at
 
     def __call__(self, x: Tensor) -> Tensor:
         """``[T, H]`` to ``[T, H]``; collective."""
         topk_idx, topk_weights, _ = self._router(x)
-        route, _ = self._plain.route(topk_idx)
-        sent = _Gather.apply(x, route.token, route.copies, route.copy_ends)
-        received = _Move.apply(sent, self._plain, route.sent, route.received)
-        rows = _Gather.apply(received, route.copy, route.rows, route.row_ends)
-        weights = topk_weights.index_select(0, route.token)
-        weights = _Move.apply(weights, self._plain, route.sent, route.received)
-        weights = weights.flatten().index_select(0, route.slot)
-        offsets = torch.nn.functional.pad(route.counts.cumsum(0), (1, 0)).int()
+        rows, weights, offsets, route = self._moves.dispatch(x, topk_idx, topk_weights)
         if self._weight_at == "activation":
             rows = self._experts(rows, offsets, weights)
         else:
             rows = self._experts(rows, offsets) * weights[:, None].to(rows.dtype)
-        return self._home(rows, route)
-
-    def _home(self, rows: Tensor, route: Route) -> Tensor:
-        sums = _Sum.apply(rows, route.copy, route.rows, route.row_ends)
-        home = _Move.apply(sums, self._plain, route.received, route.sent)
-        return _Sum.apply(home, route.token, route.copies, route.copy_ends)
+        return self._moves.combine(rows, route)
 
 
 class _Move(Function):

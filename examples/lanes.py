@@ -1,0 +1,142 @@
+"""Communication on a stream of its own: what a model needs beside dispatch and combine.
+
+    lane     D_a  D_b  C_a  C_b           D dispatch, C combine, on a stream of high priority
+    caller        E_a  E_b  ...           E experts, and whatever the caller does next
+
+Without CUDA there are no streams: the same calls are made in the same order, one after the other.
+docs/overlap.md explains the recipe; examples/overlap.py tries it, examples/lm uses it in a model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_iter, tree_map_only
+
+
+class Lane:
+    """A stream for communication beside the caller's.
+
+    Its backward runs on the same stream: autograd runs each node where its forward ran, and orders
+    gradients that go from one stream to another. All parameters belong to the caller's stream.
+
+    Args:
+        device: of this rank.
+        beside: False: no stream, everything runs where it is called, as it does without CUDA.
+    """
+
+    def __init__(self, device: torch.device, *, beside: bool = True) -> None:
+        self.stream = None
+        if beside and device.type == "cuda":
+            # waiting blocks of a stream of higher priority are placed on SMs first
+            self.stream = torch.cuda.Stream(device, priority=-1)
+
+    def now(self) -> torch.cuda.Event | None:
+        """A moment of the caller's stream, for ``start``: all that was queued so far is done."""
+        return None if self.stream is None else torch.cuda.current_stream().record_event()
+
+    def start(
+        self,
+        function: Callable[..., Any],
+        *inputs: Any,
+        since: torch.cuda.Event | None = None,
+    ) -> Arrival:
+        """Call ``function(*inputs)`` on the lane.
+
+        Args:
+            function: queues work on the current stream; no parameter of the model is in it.
+            inputs: tensors, or nests of them, that the caller's stream has made.
+            since: the moment from which the inputs are ready; None: now.
+        """
+        if self.stream is None:
+            return Arrival(function(*inputs), None)
+        self.stream.wait_event(since or self.now())
+        _record(inputs, self.stream)  # their memory may be freed before the lane has read them
+        with torch.cuda.stream(self.stream):
+            return Arrival(function(*inputs), self.stream.record_event())
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What a call on a lane returns once it has ended."""
+
+    result: Any
+    ended: torch.cuda.Event | None
+
+    def wait(self) -> Any:
+        """The result, for the current stream, which waits; the host does not."""
+        if self.ended is not None:
+            torch.cuda.current_stream().wait_event(self.ended)
+            _record(self.result, torch.cuda.current_stream())
+        return tree_map_only(Tensor, _arrived, self.result)
+
+
+def _record(nest: Any, stream: torch.cuda.Stream) -> None:
+    """Tell the allocator that the stream uses the tensors, which another stream's memory holds."""
+    for tensor in tree_iter(nest):
+        if isinstance(tensor, Tensor):
+            tensor.record_stream(stream)
+
+
+def _arrived(tensor: Tensor) -> Tensor:
+    return _Arrived.apply(tensor) if tensor.requires_grad else tensor
+
+
+class _Arrived(torch.autograd.Function):
+    """Identity, whose backward is on the caller's stream.
+
+    It saves a tensor so that an activation checkpoint begins to recompute there, not in a node of
+    the lane: a recomputation runs on the stream that is current when a saved tensor is first asked
+    for.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.save_for_backward(tensor.new_empty(0))
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        _ = ctx.saved_tensors
+        return grad
+
+
+def in_turns(
+    lane: Lane,
+    parts: Sequence[tuple[Any, ...]],
+    moments: Sequence[torch.cuda.Event | None],
+    dispatch: Callable[..., Any],
+    experts: Callable[[Any], Tensor],
+    combine: Callable[[Tensor, Any], Tensor],
+) -> list[Arrival]:
+    """Dispatch, experts and combine of each part, the communication of one beside the next.
+
+    A dispatch of exact size holds the host until the GPU has routed. So the experts of a part are
+    queued before the dispatch of the next one is called.
+
+    Args:
+        lane: for dispatch and combine.
+        parts: arguments of each dispatch.
+        moments: since when each part is ready.
+        dispatch: ``dispatch(*part)``.
+        experts: of what dispatch returned; the rows for combine.
+        combine: ``combine(rows, what dispatch returned)``.
+
+    Returns:
+        list: of each part, what combine returns.
+    """
+    home: list[Arrival] = []
+    computed = None
+    for part, moment in zip(parts, moments, strict=True):
+        coming = lane.start(dispatch, *part, since=moment)
+        if computed is not None:
+            home.append(lane.start(combine, *computed[:2], since=computed[2]))
+        arrived = coming.wait()
+        computed = experts(arrived), arrived, lane.now()
+    if computed is not None:
+        home.append(lane.start(combine, *computed[:2], since=computed[2]))
+    return home

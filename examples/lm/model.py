@@ -1,0 +1,242 @@
+"""The transformer: attention over bytes, then experts and a shared expert.
+
+    x --norm, attention--> h --norm--> n --router--> top-k
+    n --dispatch--> rows --experts--> rows --combine--> routed
+    n --shared expert--> shared                          y = h + shared + routed
+
+``halves`` cuts a batch in two inside each layer: while tokens of one half are under way, the other
+half computes. The order of the work is then (docs/overlap.md)
+
+    lane     D_a  D_b  C_a  C_b
+    caller   attention_b (beside D_a)  E_a  E_b  shared_a  shared_b (beside C_b)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hybrid_ep
+from examples.lanes import Lane, in_turns
+from examples.lm.moves import Arrived, Moves
+from examples.lm.options import Options, Sizes
+from examples.lm.spans import Spans
+from examples.lm.text import VOCABULARY
+from hybrid_ep.moe import GroupedExperts, Router
+from hybrid_ep.saving import save_by_expert
+
+
+class Routed(NamedTuple):
+    """What the routers did.
+
+    Attributes:
+        aux_loss: float32 ``[]``, 1 where the load is even.
+        counts: int32 ``[layers, E_local]``, rows of each expert of this rank.
+        dropped: int32 ``[]``, rows that a bound dropped, of all layers.
+    """
+
+    aux_loss: Tensor
+    counts: Tensor
+    dropped: Tensor
+
+
+class Attention(nn.Module):
+    """Causal attention with rotary positions, whose queries share keys and values in groups."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.width = sizes.hidden // sizes.heads
+        self.heads, self.kv_heads = sizes.heads, sizes.kv_heads
+        projected = (sizes.heads + 2 * sizes.kv_heads) * self.width
+        self.qkv = nn.Linear(sizes.hidden, projected, bias=False)
+        self.out = nn.Linear(sizes.hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor, turn: Tensor) -> Tensor:
+        """``[B, S, H]`` to the same; turn float32 ``[2, S, width / 2]``."""
+        heads = self.qkv(x).unflatten(-1, (-1, self.width)).transpose(1, 2)
+        q, k, v = heads.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        y = F.scaled_dot_product_attention(
+            _turned(q, turn), _turned(k, turn), v, is_causal=True, enable_gqa=True
+        )
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def _turned(x: Tensor, turn: Tensor) -> Tensor:
+    cos, sin = turn
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
+
+
+class SharedExpert(nn.Module):
+    """SwiGLU that every token goes through."""
+
+    def __init__(self, sizes: Sizes) -> None:
+        super().__init__()
+        self.gate_up = nn.Linear(sizes.hidden, 2 * sizes.shared_hidden, bias=False)
+        self.down = nn.Linear(sizes.shared_hidden, sizes.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+class Block(nn.Module):
+    """A layer.
+
+    Args:
+        options: sizes, overlap, recomputation.
+        buffer: says which experts are this rank's.
+        moves: dispatch and combine.
+        lane: where they run.
+        spans: their times.
+        seed: of the router and the experts.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        buffer: hybrid_ep.Buffer,
+        moves: Moves,
+        lane: Lane,
+        spans: Spans,
+        seed: int,
+    ) -> None:
+        super().__init__()
+        sizes = options.sizes
+        self.halves, self.recompute = options.overlap == "halves", options.recompute
+        self.moves, self.lane, self.spans = moves, lane, spans
+        self.dtype = buffer.dtype
+        self.norm1, self.norm2 = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+        self.attention, self.shared = Attention(sizes), SharedExpert(sizes)
+        self.router = Router(
+            sizes.hidden, sizes.experts, sizes.topk, seed=seed, device=buffer.device
+        )
+        self.experts = GroupedExperts(
+            buffer.num_local_experts, sizes.hidden, sizes.ffn_hidden, device="meta"
+        )
+        self.experts.to_empty(device=buffer.device)
+        _draw(self.experts, buffer, seed)
+        save_by_expert(self.experts, buffer)
+
+    def forward(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``[B, S, H]`` to the same, and the fields of ``Routed`` of this layer."""
+        if self.halves:
+            return self._checkpointed(self._in_halves, x, turn)
+        # a plain sum keeps no rows for its backward, so combine need not be made again
+        y, rows, arrived, aux_loss = self._checkpointed(self._until_combine, x, turn)
+        y = y + self.lane.start(self._combine, rows, arrived).wait().view_as(y)
+        return y, aux_loss, *_told([arrived])
+
+    def _checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
+        if self.recompute:
+            return hybrid_ep.checkpoint(function, *inputs)
+        return function(*inputs)
+
+    def _until_combine(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Arrived, Tensor]:
+        mixed, tokens, routing, aux_loss = self._mix(x, turn)
+        ready = self.lane.now()
+        y = mixed + self.shared(tokens).view_as(mixed)  # queued first: its host time is hidden
+        arrived = self.lane.start(self._dispatch, tokens, *routing, since=ready).wait()
+        return y, self._compute(arrived), arrived.without_rows(), aux_loss
+
+    def _in_halves(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        mixed, sent, moments, aux_losses, told = [], [], [], [], []
+        for half in x.chunk(2):
+            one, tokens, routing, aux_loss = self._mix(half, turn)
+            mixed.append(one)
+            sent.append((tokens, *routing))
+            moments.append(self.lane.now())
+            aux_losses.append(aux_loss)
+
+        def compute(arrived: Arrived) -> Tensor:
+            told.append(arrived.without_rows())
+            return self._compute(arrived)
+
+        home = in_turns(self.lane, sent, moments, self._dispatch, compute, self._combine)
+        shared = [self.shared(tokens) for tokens, *_ in sent]
+        parts = [
+            one + (extra + routed.wait()).view_as(one)
+            for one, extra, routed in zip(mixed, shared, home, strict=True)
+        ]
+        return torch.cat(parts), torch.stack(aux_losses).mean(), *_told(told)
+
+    def _mix(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
+        """The residual, the tokens ``[T, H]`` for the experts, their routing, and its loss."""
+        x = x + self.attention(self.norm1(x), turn)
+        tokens = self.norm2(x).to(self.dtype).flatten(0, 1)
+        topk_idx, topk_weights, aux_loss = self.router(tokens)
+        return x, tokens, (topk_idx, topk_weights), aux_loss
+
+    def _dispatch(self, *inputs: Tensor) -> Arrived:
+        return self.spans.around(self.moves.dispatch, *inputs)
+
+    def _compute(self, arrived: Arrived) -> Tensor:
+        return self.experts(arrived.rows, arrived.offsets, arrived.weights)
+
+    def _combine(self, rows: Tensor, arrived: Arrived) -> Tensor:
+        return self.spans.around(lambda rows: self.moves.combine(rows, arrived), rows)
+
+
+class Model(nn.Module):
+    """Bytes in, the loss of the next byte out."""
+
+    def __init__(
+        self, options: Options, buffer: hybrid_ep.Buffer, moves: Moves, spans: Spans
+    ) -> None:
+        super().__init__()
+        sizes = options.sizes
+        self.dtype = buffer.dtype
+        lane = Lane(buffer.device, beside=options.overlap != "none")
+        torch.manual_seed(options.seed)  # what is not the experts' is equal on all ranks
+        with buffer.device:
+            self.embed = nn.Embedding(VOCABULARY, sizes.hidden)
+            self.blocks = nn.ModuleList(
+                Block(options, buffer, moves, lane, spans, options.seed * 1_000 + layer)
+                for layer in range(sizes.layers)
+            )
+            self.norm = nn.RMSNorm(sizes.hidden)
+            self.head = nn.Linear(sizes.hidden, VOCABULARY, bias=False)
+            for name, weight in self.named_parameters():
+                if weight.dim() == 2 and not name.endswith("router.weight"):
+                    is_last = name.endswith(("out.weight", "down.weight"))
+                    nn.init.normal_(weight, std=0.02 / (2 * sizes.layers) ** (0.5 * is_last))
+            half = sizes.hidden // sizes.heads // 2
+            angle = torch.outer(torch.arange(sizes.sequence), 1e4 ** (-torch.arange(half) / half))
+        self.register_buffer("turn", torch.stack([angle.cos(), angle.sin()]), persistent=False)
+
+    def forward(self, text: Tensor) -> tuple[Tensor, Routed]:
+        """Mean nats per byte of ``text``, int64 ``[B, S + 1]``; *collective*."""
+        x = self.embed(text[:, :-1]).to(self.dtype)
+        told = []
+        for block in self.blocks:
+            x, *of_layer = block(x, self.turn)
+            told.append(of_layer)
+        logits = self.head(self.norm(x)).float()
+        loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
+        aux_losses, counts, dropped = zip(*told, strict=True)
+        routed = Routed(
+            torch.stack(aux_losses).mean(), torch.stack(counts), torch.stack(dropped).sum()
+        )
+        return loss, routed
+
+
+def _told(arrived: list[Arrived]) -> tuple[Tensor, Tensor]:
+    """Rows of each expert, and rows dropped, over the parts of a batch."""
+    counts = torch.stack([each.offsets.diff() for each in arrived]).sum(dim=0)
+    dropped = [each.dropped for each in arrived if each.dropped is not None]
+    return counts, torch.stack(dropped).sum() if dropped else counts.new_zeros(())
+
+
+@torch.no_grad()
+def _draw(experts: GroupedExperts, buffer: hybrid_ep.Buffer, seed: int) -> None:
+    """Each expert from a seed of its own, whatever rank has it; on the device, which is fast."""
+    first = buffer.topology.rank * buffer.num_local_experts
+    for expert in range(buffer.num_local_experts):
+        number = (seed + 1) * 100_003 + first + expert
+        generator = torch.Generator(buffer.device).manual_seed(number)
+        for weight in experts.parameters():
+            weight[expert].normal_(std=weight.shape[1] ** -0.5, generator=generator)

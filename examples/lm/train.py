@@ -1,0 +1,117 @@
+"""The loop of a run."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from examples.lm.model import Routed
+from examples.lm.options import Options, parse
+from examples.lm.report import Result, as_json, headline, line, machine, say, summary
+from examples.lm.trainer import Trainer
+
+
+def train(options: Options, device: torch.device) -> Result:
+    """The steps that are left, with a line every ``log_every``; *collective*."""
+    trainer = Trainer(options, device)
+    result = Result(as_json(options), machine(trainer), trainer.progress["step"] + 1)
+    say(headline(trainer))
+    stretch = _Stretch(trainer, result)
+    while trainer.progress["step"] < options.steps:
+        stretch.step()
+        step = trainer.progress["step"]
+        is_last = step == options.steps
+        if is_last or (options.log_every and step % options.log_every == 0):
+            say(stretch.end())
+        saves = options.folder is not None
+        if saves and (is_last or (options.save_every and step % options.save_every == 0)):
+            trainer.save()
+            stretch.begin()
+    if device.type == "cuda":
+        peak = torch.tensor(torch.cuda.max_memory_allocated(device))
+        result.peak_bytes = int(trainer.over_ranks(peak, dist.ReduceOp.MAX))
+    result.held_out = trainer.held_out_loss()
+    say(summary(result))
+    if options.json is not None and dist.get_rank() == 0:
+        told = {
+            **asdict(result),
+            "median_tokens_per_second": result.speed if result.losses else None,
+        }
+        options.json.write_text(json.dumps(told, indent=1) + "\n")
+    trainer.close()
+    return result
+
+
+class _Stretch:
+    """The steps between two lines: the GPU is read at the end alone, and while it is profiled."""
+
+    def __init__(self, trainer: Trainer, result: Result) -> None:
+        self._trainer, self._result = trainer, result
+        self._profiled: list[float] = []  # shares of single steps of the first stretch
+        self._made = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget the time until now."""
+        _synchronize(self._trainer.device)
+        self._began = time.perf_counter()
+        self._told: list[tuple[Tensor, Tensor, Routed]] = []
+
+    def step(self) -> None:
+        options = self._trainer.options
+        length = min(options.log_every or options.steps, options.steps)
+        self._made += 1
+        if not length - options.profiled < self._made <= length:
+            self._told.append(self._trainer.step())
+            return
+        spans = self._trainer.spans
+        _synchronize(self._trainer.device)
+        began, spans.enabled = time.perf_counter(), True
+        self._told.append(self._trainer.step())
+        spans.enabled, seconds = False, spans.take_seconds()
+        self._profiled.append(seconds / (time.perf_counter() - began))
+
+    def end(self) -> str:
+        """Fill the result in, begin anew; the line."""
+        trainer, result, sizes = self._trainer, self._result, self._trainer.options.sizes
+        _synchronize(trainer.device)
+        seconds = time.perf_counter() - self._began
+        result.tokens_per_second.append(len(self._told) * sizes.batch * sizes.sequence / seconds)
+        losses, norms, routed = zip(*self._told, strict=True)
+        result.losses += trainer.mean(torch.stack(losses)).tolist()
+        result.grad_norms += torch.stack(norms).tolist()
+        counts = routed[-1].counts.double()
+        busiest = trainer.over_ranks(counts.max(), dist.ReduceOp.MAX)
+        result.load.append((busiest / trainer.mean(counts.mean())).item())
+        dropped = torch.stack([each.dropped for each in routed]).sum()
+        result.dropped += int(trainer.over_ranks(dropped, dist.ReduceOp.SUM))
+        if result.communication_share is None and self._profiled:
+            share = torch.tensor(self._profiled, dtype=torch.float64).mean()
+            result.communication_share = trainer.mean(share).item()
+        self.begin()
+        return line(trainer.progress["step"], result)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def main() -> None:
+    options = parse()
+    device, group = torch.device("cpu"), "gloo"
+    if options.device != "cpu" and torch.cuda.is_available():
+        gpus = torch.cuda.device_count()
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % gpus)
+        torch.cuda.set_device(device)
+        if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:  # NCCL refuses ranks that share a GPU
+            group = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(group)
+    train(options, device)
+    dist.destroy_process_group()
