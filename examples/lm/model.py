@@ -44,6 +44,13 @@ class Routed(NamedTuple):
     dropped: Tensor
 
 
+class Norm(nn.RMSNorm):
+    """In the dtype of what it is given, for which torch has one kernel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
+
+
 class Attention(nn.Module):
     """Causal attention with rotary positions, whose queries share keys and values in groups."""
 
@@ -110,7 +117,7 @@ class Block(nn.Module):
         self.halves, self.recompute = options.overlap == "halves", options.recompute
         self.moves, self.lane, self.spans = moves, lane, spans
         self.dtype = buffer.dtype
-        self.norm1, self.norm2 = nn.RMSNorm(sizes.hidden), nn.RMSNorm(sizes.hidden)
+        self.norm1, self.norm2 = Norm(sizes.hidden), Norm(sizes.hidden)
         self.attention, self.shared = Attention(sizes), SharedExpert(sizes)
         self.router = Router(
             sizes.hidden, sizes.experts, sizes.topk, seed=seed, device=buffer.device
@@ -198,7 +205,7 @@ class Model(nn.Module):
                 Block(options, buffer, moves, lane, spans, options.seed * 1_000 + layer)
                 for layer in range(sizes.layers)
             )
-            self.norm = nn.RMSNorm(sizes.hidden)
+            self.norm = Norm(sizes.hidden)
             self.head = nn.Linear(sizes.hidden, VOCABULARY, bias=False)
             for name, weight in self.named_parameters():
                 if weight.dim() == 2 and not name.endswith("router.weight"):

@@ -10,6 +10,7 @@ from pathlib import Path
 WAYS = ("hybrid_ep", "nccl")
 OVERLAPS = ("none", "shared", "halves")
 DENSE = ("auto", "fsdp", "copies")
+DTYPES = ("auto", "bf16", "fp32")
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Options:
         room: bound on the rows of a rank, as a multiple of what even routing gives; None: exact.
         recompute: keep the input of each layer only, and run it again in the backward.
         dense: how parameters that are not the experts' are held, of ``DENSE``.
+        dtype: of products and of what travels, of ``DTYPES``; the weights are float32.
         backend: of the Buffer.
         device: "auto" or "cpu".
         steps: of the whole run, those before a resume among them.
@@ -75,6 +77,7 @@ class Options:
     room: float | None = None
     recompute: bool = True
     dense: str = "auto"
+    dtype: str = "auto"
     backend: str = "auto"
     device: str = "auto"
     steps: int = 100
@@ -139,6 +142,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     new("--room", type=float, help="rows of a rank / rows of even routing; left out: exact sizes")
     new("--recompute", action=argparse.BooleanOptionalAction, default=True)
     new("--dense", choices=DENSE, default="auto", help="auto: copies where ranks share a GPU")
+    new("--dtype", choices=DTYPES, default="auto", help="auto: bf16 on a GPU, else fp32")
     new("--backend", default="auto", help="of the Buffer")
     new("--device", choices=("auto", "cpu"), default="auto")
     for name in ("steps", "warmup", "seed", "save_every", "log_every", "profiled"):

@@ -66,17 +66,16 @@ def headline(trainer: Trainer) -> str:
     return text + f"{len(trainer.windows.text) / 1e6:.1f} MB of Python to learn from"
 
 
-def line(step: int, result: Result) -> str:
-    share, load = result.communication_share, result.load[-1]
+def line(step: int, result: Result, is_profiled: bool) -> str:
     parts = [
         f"step {step:5}",
         f"loss {result.losses[-1]:.4f}",
         f"norm {result.grad_norms[-1]:.3f}",
         f"{result.tokens_per_second[-1]:,.0f} tokens/s",
-        f"load {load:.2f}",
+        f"load {result.load[-1]:.2f}",
     ]
-    if share is not None:
-        parts.append(f"communication {share:.0%}")
+    if is_profiled:
+        parts.append(f"communication {result.communication_share:.0%}")
     if result.dropped:
         parts.append(f"{result.dropped:,} rows DROPPED")
     if torch.cuda.is_available():

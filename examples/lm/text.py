@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sysconfig
 from pathlib import Path
 
@@ -12,6 +13,7 @@ VOCABULARY = 256
 HELD_OUT_EVERY = 20  # files
 
 
+@functools.cache
 def load_text() -> tuple[Tensor, Tensor]:
     """Bytes to learn from, and bytes of other files held out; uint8 ``[N]``."""
     folder = Path(sysconfig.get_path("stdlib"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import torch
@@ -31,8 +33,8 @@ def train(options: Options, device: torch.device) -> Result:
             say(stretch.end())
         saves = options.folder is not None
         if saves and (is_last or (options.save_every and step % options.save_every == 0)):
-            trainer.save()
-            stretch.begin()
+            with stretch.paused():
+                trainer.save()
     if device.type == "cuda":
         peak = torch.tensor(torch.cuda.max_memory_allocated(device))
         result.peak_bytes = int(trainer.over_ranks(peak, dist.ReduceOp.MAX))
@@ -55,13 +57,20 @@ class _Stretch:
         self._trainer, self._result = trainer, result
         self._profiled: list[float] = []  # shares of single steps of the first stretch
         self._made = 0
-        self.begin()
+        self._begin()
 
-    def begin(self) -> None:
-        """Forget the time until now."""
-        _synchronize(self._trainer.device)
+    def _begin(self) -> None:
         self._began = time.perf_counter()
         self._told: list[tuple[Tensor, Tensor, Routed]] = []
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time that does not count."""
+        _synchronize(self._trainer.device)
+        since = time.perf_counter()
+        yield
+        _synchronize(self._trainer.device)
+        self._began += time.perf_counter() - since
 
     def step(self) -> None:
         options = self._trainer.options
@@ -91,11 +100,13 @@ class _Stretch:
         result.load.append((busiest / trainer.mean(counts.mean())).item())
         dropped = torch.stack([each.dropped for each in routed]).sum()
         result.dropped += int(trainer.over_ranks(dropped, dist.ReduceOp.SUM))
-        if result.communication_share is None and self._profiled:
+        is_profiled = bool(self._profiled)
+        if is_profiled:
             share = torch.tensor(self._profiled, dtype=torch.float64).mean()
             result.communication_share = trainer.mean(share).item()
-        self.begin()
-        return line(trainer.progress["step"], result)
+            self._profiled.clear()
+        self._begin()
+        return line(trainer.progress["step"], result, is_profiled)
 
 
 def _synchronize(device: torch.device) -> None:

@@ -16,6 +16,7 @@ from examples.lm.moves import make_buffer, make_moves
 from examples.lm.options import Options
 from examples.lm.spans import Spans
 from examples.lm.text import Windows, load_text
+from hybrid_ep.shape import DTYPES
 
 HELD_OUT_BATCHES = 4  # micro-batches of each rank
 
@@ -33,7 +34,8 @@ class Trainer:
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         options.check(self.num_ranks)
         self.dense = _dense(options, device)
-        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        by_default = "bf16" if device.type == "cuda" else "fp32"
+        self.dtype = DTYPES[by_default if options.dtype == "auto" else options.dtype]
         self.buffer = make_buffer(options, device, self.dtype)
         self.spans = Spans(device)
         moves = make_moves(options, self.buffer)
