@@ -2,7 +2,7 @@
 
 torchrun --nproc-per-node 2 -m examples.lm                  # from the root of the repository
 torchrun --nproc-per-node 2 -m examples.lm --way nccl       # the same in plain torch
-torchrun --nproc-per-node 2 -m examples.lm --preset small   # in a minute, without a GPU
+torchrun --nproc-per-node 2 -m examples.lm --preset small --lr 3e-3   # in a minute, without a GPU
 
 options.py      the command line, the presets
 text.py         bytes of Python's standard library, in an order that a position determines

@@ -23,6 +23,7 @@ class Result:
     Attributes:
         options: of the run; the sizes among them.
         machine: torch, device, ranks, backend.
+        command: that started it.
         first_step: the first step made here.
         losses: nats per byte of each step made here, mean over all tokens of the step.
         grad_norms: of each step, before clipping.
@@ -37,6 +38,7 @@ class Result:
 
     options: dict[str, Any]
     machine: dict[str, Any]
+    command: str | None = None
     first_step: int = 1
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)

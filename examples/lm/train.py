@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -19,10 +20,11 @@ from examples.lm.report import Result, as_json, headline, line, machine, say, su
 from examples.lm.trainer import Trainer
 
 
-def train(options: Options, device: torch.device) -> Result:
+def train(options: Options, device: torch.device, command: str | None = None) -> Result:
     """The steps that are left, with a line every ``log_every``; *collective*."""
     trainer = Trainer(options, device)
-    result = Result(as_json(options), machine(trainer), trainer.progress["step"] + 1)
+    first_step = trainer.progress["step"] + 1
+    result = Result(as_json(options), machine(trainer), command, first_step)
     say(headline(trainer))
     stretch = _Stretch(trainer, result)
     while trainer.progress["step"] < options.steps:
@@ -123,6 +125,9 @@ def main() -> None:
         torch.cuda.set_device(device)
         if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:  # NCCL refuses ranks that share a GPU
             group = "cpu:gloo,cuda:nccl"
+    # as the lane of hybrid_ep's calls has
+    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group(group)
-    train(options, device)
+    command = f"torchrun --nproc-per-node {dist.get_world_size()} -m examples.lm"
+    train(options, device, " ".join([command, *sys.argv[1:]]))
     dist.destroy_process_group()

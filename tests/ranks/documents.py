@@ -34,6 +34,7 @@ def buffer_and_tokens(me: Rank) -> dict[str, Any]:
         "weights": weights,
         "topk_weights": weights,
         "experts": lambda rows, *_: rows.to(torch.bfloat16),
+        "shared_expert": torch.tanh,
         "generate": lambda: None,
     }
 

@@ -112,6 +112,7 @@ CONTEXTS = {
     "q = x.to(": "buffer_and_tokens",
     "buffer.release()": "buffer_and_tokens",
     "logging.basicConfig()": "",
+    "lane = Lane(": "buffer_and_tokens",
 }
 PROGRAMS = {'dist.init_process_group("gloo")': "README.md"}
 ELSEWHERE = {  # what a test on hardware, or with other tools, does
