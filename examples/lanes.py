@@ -78,7 +78,7 @@ class Arrival:
 def _record(nest: Any, stream: torch.cuda.Stream) -> None:
     """Tell the allocator that the stream uses the tensors, which another stream's memory holds."""
     for tensor in tree_iter(nest):
-        if isinstance(tensor, Tensor):
+        if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(stream)
 
 
