@@ -9,7 +9,7 @@ docs/overlap.md explains the recipe; examples/overlap.py tries it, examples/lm u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,35 +107,43 @@ class _Arrived(torch.autograd.Function):
 
 def in_turns(
     lane: Lane,
-    parts: Sequence[tuple[Any, ...]],
-    moments: Sequence[torch.cuda.Event | None],
+    parts: Iterable[tuple[Any, ...]],
     dispatch: Callable[..., Any],
     experts: Callable[[Any], Tensor],
     combine: Callable[[Tensor, Any], Tensor],
+    *,
+    host_waits: bool,
 ) -> list[Arrival]:
     """Dispatch, experts and combine of each part, the communication of one beside the next.
 
-    A dispatch of exact size holds the host until the GPU has routed. So the experts of a part are
-    queued before the dispatch of the next one is called.
+    A call that is launched before the products beside it gets its SMs first. But a dispatch of
+    exact size holds the host until the GPU has routed, so what runs beside it must be queued
+    before:
+
+        host_waits   all parts are made, D_a, E_a, D_b, C_a, E_b, C_b
+        else         a is made, D_a, b is made, D_b, E_a, C_a, E_b, C_b
 
     Args:
         lane: for dispatch and combine.
-        parts: arguments of each dispatch.
-        moments: since when each part is ready.
+        parts: arguments of each dispatch, perhaps made when they are asked for.
         dispatch: ``dispatch(*part)``.
         experts: of what dispatch returned; the rows for combine.
         combine: ``combine(rows, what dispatch returned)``.
+        host_waits: whether a dispatch holds the host.
 
     Returns:
         list: of each part, what combine returns.
     """
+    ready: Iterable[Any] = ((part, lane.now()) for part in parts)
+    ready = list(ready) if host_waits else ready
+    coming: Iterable[Arrival] = (lane.start(dispatch, *part, since=now) for part, now in ready)
+    coming = coming if host_waits else list(coming)
     home: list[Arrival] = []
     computed = None
-    for part, moment in zip(parts, moments, strict=True):
-        coming = lane.start(dispatch, *part, since=moment)
+    for each in coming:
         if computed is not None:
             home.append(lane.start(combine, *computed[:2], since=computed[2]))
-        arrived = coming.wait()
+        arrived = each.wait()
         computed = experts(arrived), arrived, lane.now()
     if computed is not None:
         home.append(lane.start(combine, *computed[:2], since=computed[2]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -62,13 +62,16 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``[T, H]`` to the same."""
-        mixed, routed, moments = [], [], []
-        for part in x.chunk(self.num_parts):
-            mixed.append(part + F.silu(part @ self.dense))
-            topk_idx, topk_weights, _ = self.router(mixed[-1])
-            routed.append((mixed[-1], topk_idx, topk_weights))
-            moments.append(self.lane.now())
-        home = in_turns(self.lane, routed, moments, self._dispatch, self._compute, self._combine)
+        mixed: list[Tensor] = []
+
+        def routed() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for part in x.chunk(self.num_parts):
+                mixed.append(part + F.silu(part @ self.dense))
+                topk_idx, topk_weights, _ = self.router(mixed[-1])
+                yield mixed[-1], topk_idx, topk_weights
+
+        calls = self._dispatch, self._compute, self._combine
+        home = in_turns(self.lane, routed(), *calls, host_waits=self.max_rows is None)
         return torch.cat([part + y.wait() for part, y in zip(mixed, home, strict=True)])
 
     def _dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> hybrid_ep.Dispatched:

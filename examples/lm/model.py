@@ -5,15 +5,12 @@
     n --shared expert--> shared                          y = h + shared + routed
 
 ``halves`` cuts a batch in two inside each layer: while tokens of one half are under way, the other
-half computes. The order of the work is then (docs/overlap.md)
-
-    lane     D_a  D_b  C_a  C_b
-    caller   attention_b (beside D_a)  E_a  E_b  shared_a  shared_b (beside C_b)
+half computes (docs/overlap.md).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -145,31 +142,38 @@ class Block(nn.Module):
 
     def _until_combine(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Arrived, Tensor]:
         mixed, tokens, routing, aux_loss = self._mix(x, turn)
-        ready = self.lane.now()
-        y = mixed + self.shared(tokens).view_as(mixed)  # queued first: its host time is hidden
-        arrived = self.lane.start(self._dispatch, tokens, *routing, since=ready).wait()
+        ready, shared = self.lane.now(), None
+        if self.moves.host_waits:  # queued before the host waits, else behind the dispatch
+            shared = self.shared(tokens)
+        coming = self.lane.start(self._dispatch, tokens, *routing, since=ready)
+        if shared is None:
+            shared = self.shared(tokens)
+        y, arrived = mixed + shared.view_as(mixed), coming.wait()
         return y, self._compute(arrived), arrived.without_rows(), aux_loss
 
     def _in_halves(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        mixed, sent, moments, aux_losses, told = [], [], [], [], []
-        for half in x.chunk(2):
-            one, tokens, routing, aux_loss = self._mix(half, turn)
-            mixed.append(one)
-            sent.append((tokens, *routing))
-            moments.append(self.lane.now())
-            aux_losses.append(aux_loss)
+        mixed, sent, aux_losses, told = [], [], [], []
+
+        def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+            for half in x.chunk(2):
+                one, tokens, routing, aux_loss = self._mix(half, turn)
+                mixed.append(one)
+                sent.append(tokens)
+                aux_losses.append(aux_loss)
+                yield tokens, *routing
 
         def compute(arrived: Arrived) -> Tensor:
             told.append(arrived.without_rows())
             return self._compute(arrived)
 
-        home = in_turns(self.lane, sent, moments, self._dispatch, compute, self._combine)
-        shared = [self.shared(tokens) for tokens, *_ in sent]
-        parts = [
+        calls = self._dispatch, compute, self._combine
+        home = in_turns(self.lane, parts(), *calls, host_waits=self.moves.host_waits)
+        shared = [self.shared(tokens) for tokens in sent]
+        summed = [
             one + (extra + routed.wait()).view_as(one)
             for one, extra, routed in zip(mixed, shared, home, strict=True)
         ]
-        return torch.cat(parts), torch.stack(aux_losses).mean(), *_told(told)
+        return torch.cat(summed), torch.stack(aux_losses).mean(), *_told(told)
 
     def _mix(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
         """The residual, the tokens ``[T, H]`` for the experts, their routing, and its loss."""

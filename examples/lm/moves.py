@@ -42,7 +42,13 @@ class Arrived(NamedTuple):
 
 
 class Moves(Protocol):
-    """Who moves the tokens."""
+    """Who moves the tokens.
+
+    Attributes:
+        host_waits: whether a dispatch holds the host until the GPU has routed.
+    """
+
+    host_waits: bool
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived: ...
 
@@ -54,6 +60,7 @@ class OnBuffer:
 
     def __init__(self, buffer: hybrid_ep.Buffer, max_rows: int | None, num_sms: int | None) -> None:
         self._buffer, self._max_rows, self._num_sms = buffer, max_rows, num_sms
+        self.host_waits = max_rows is None
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
         out = hybrid_ep.dispatch(
@@ -75,6 +82,8 @@ class OnBuffer:
 
 class InPlainTorch:
     """Sort and all_to_all_single over a group: NCCL's on GPUs, gloo's on the CPU."""
+
+    host_waits = True
 
     def __init__(self, num_experts: int, group: Any) -> None:
         self._moves = PlainMoves(PlainTorch(num_experts, group))

@@ -67,6 +67,12 @@ def test_fsdp_and_copies_have_the_same_losses(world):
     assert sharded == pytest.approx(copied, rel=1e-4)
 
 
+@pytest.mark.parametrize("overlap", OVERLAPS)
+def test_a_bound_that_drops_nothing_changes_no_loss(world, overlap):
+    options = replace(SMALL, steps=1, overlap=overlap)
+    assert losses(world, 2, options, room=8.0) == losses(world, 2, options)
+
+
 def test_rows_beyond_the_bound_are_told(world):
     told, *_ = world(2).run(lm.run, replace(SMALL, steps=2, room=0.9))
     assert told["dropped"] > 0
@@ -170,6 +176,7 @@ def test_held_out_text_is_text_of_its_own():
         ("--heads 5", "--hidden must be a multiple of twice --heads"),
         ("--overlap halves --micro-batch 1", "must be even with --overlap halves, got 1"),
         ("--way nccl --room 1.5", "--room must be positive and of --way hybrid_ep, got 1.5"),
+        ("--leave-free -1", "--leave-free must be at least 0, got -1"),
         ("--layers 0", "--layers must be at least 1, got 0"),
         ("--steps 0", "--steps must be at least 1, got 0"),
     ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ranks import overlapped
+from tests.ranks import lanes
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
@@ -15,7 +15,7 @@ from tests.ranks import overlapped
     ids=["whole", "halves", "halves-max_rows"],
 )
 def test_streams_change_no_bit(world, num_parts, bounded, recompute):
-    for told in world(2).run(overlapped.both_ways, num_parts, bounded, recompute):
+    for told in world(2).run(lanes.both_ways, num_parts, bounded, recompute):
         for one_stream, with_lane in told:
             assert one_stream.keys() == with_lane.keys() and "experts.w1" in one_stream
             for name, tensor in one_stream.items():
@@ -23,6 +23,13 @@ def test_streams_change_no_bit(world, num_parts, bounded, recompute):
                 assert tensor.abs().sum() > 0, name
 
 
-def test_experts_of_a_half_are_queued_before_the_next_dispatch_waits(world):
-    for made in world(2).run(overlapped.order_of_calls):
-        assert made == ["dispatch", "compute", "dispatch", "combine", "compute", "combine"]
+@pytest.mark.parametrize(
+    ("bounded", "first"),
+    [(False, ["dispatch", "compute", "dispatch"]), (True, ["dispatch", "dispatch", "compute"])],
+    ids=["host_waits", "max_rows"],
+)
+def test_work_is_queued_before_a_dispatch_that_waits_and_behind_one_that_does_not(
+    world, bounded, first
+):
+    for made in world(2).run(lanes.order_of_calls, bounded):
+        assert made == [*first, "combine", "compute", "combine"]

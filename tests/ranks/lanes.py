@@ -35,10 +35,11 @@ def both_ways(
     return list(zip(*found, strict=True))
 
 
-def order_of_calls(me: Rank) -> list[str]:
+def order_of_calls(me: Rank, bounded: bool) -> list[str]:
     """Of a layer of two halves, forward and backward."""
     buffer = me.buffer(hidden=HIDDEN, num_experts=NUM_EXPERTS, max_tokens=8, topk=TOPK)
-    layer = Layer(buffer, FFN_HIDDEN, Lane(me.device))
+    max_rows = 8 * me.num_ranks * TOPK if bounded else None
+    layer = Layer(buffer, FFN_HIDDEN, Lane(me.device), max_rows=max_rows)
     made = []
     for name in ("_dispatch", "_compute", "_combine"):
         called = getattr(layer, name)
