@@ -146,7 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
     new("--leave-free", type=int, default=0, help="SMs that matrix products leave free, on GPUs")
     new("--room", type=float, help="rows of a rank / rows of even routing; left out: exact sizes")
     new("--recompute", action=argparse.BooleanOptionalAction, default=True)
-    new("--dense", choices=DENSE, default="auto", help="auto: copies where ranks share a GPU")
+    new("--dense", choices=DENSE, default="auto", help="auto: copies where FSDP cannot run")
     new("--dtype", choices=DTYPES, default="auto", help="auto: bf16 on a GPU, else fp32")
     new("--backend", default="auto", help="of the Buffer")
     new("--device", choices=("auto", "cpu"), default="auto")

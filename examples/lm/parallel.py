@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 from examples.lm.model import Model
 from hybrid_ep.moe import expert_parameters
 
+CAN_SHARD = "ignored_params" in inspect.signature(fully_shard).parameters
+"""Whether fully_shard of this torch can leave the experts alone."""
+
 
 @dataclass(frozen=True)
 class Held:
@@ -55,7 +58,7 @@ def share_out(model: Model, dense: str, device: torch.device) -> Held:
     experts = set(expert_parameters(model).values())
     routers = {weight for block in model.blocks for weight in block.router.parameters()}
     if dense == "fsdp":
-        if "ignored_params" not in inspect.signature(fully_shard).parameters:
+        if not CAN_SHARD:
             raise ValueError(
                 "--dense fsdp needs a torch whose fully_shard has ignored_params, got torch "
                 f"{torch.__version__}: use --dense copies"

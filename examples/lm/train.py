@@ -119,6 +119,10 @@ def _synchronize(device: torch.device) -> None:
 
 def main() -> None:
     options = parse()
+    if "LOCAL_RANK" not in os.environ:
+        raise SystemExit(
+            "examples.lm: start it with torchrun --nproc-per-node RANKS -m examples.lm"
+        )
     device, group = torch.device("cpu"), "gloo"
     if options.device != "cpu" and torch.cuda.is_available():
         gpus = torch.cuda.device_count()

@@ -132,7 +132,7 @@ def _dense(options: Options, device: torch.device) -> str:
             "--way nccl must have a GPU for each rank, got ranks that share one: NCCL refuses them"
         )
     if options.dense == "auto":
-        return "fsdp" if wire == device else "copies"
+        return "fsdp" if wire == device and parallel.CAN_SHARD else "copies"
     if options.dense == "fsdp" and wire != device:
         raise ValueError(
             "--dense fsdp must have a GPU for each rank, got ranks that share one: its collectives "
