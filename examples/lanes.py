@@ -148,3 +148,51 @@ def in_turns(
     if computed is not None:
         home.append(lane.start(combine, *computed[:2], since=computed[2]))
     return home
+
+
+CAN_FREE = hasattr(torch._C, "_set_sm_carveout_experimental")
+
+
+class FreeSms:
+    """Matrix products between two points of a model leave SMs free, forward and backward.
+
+    The setting is torch's, experimental, of the whole process; it holds for cuBLASLt and grouped
+    products, so prefer cuBLASLt (``torch.backends.cuda.preferred_blas_library("cublaslt")``).
+
+    Args:
+        sms: how many; 0: none, and nothing is set.
+    """
+
+    def __init__(self, sms: int) -> None:
+        if sms and not CAN_FREE:
+            raise ValueError(f"sms must be 0 with torch {torch.__version__}, got {sms}")
+        self._sms, self._is_backward = sms, False
+
+    def begin(self, x: Tensor) -> Tensor:
+        """From here on; the identity. ``x`` requires a gradient where there is a backward."""
+        return _Turn.apply(x, self, True) if self._sms else x
+
+    def end(self, y: Tensor) -> Tensor:
+        """Up to here; the identity, of what was computed from the result of ``begin``."""
+        return _Turn.apply(y, self, False) if self._sms else y
+
+    def turn(self, is_begin: bool, is_backward: bool) -> None:
+        """Pass one of the points, in either direction."""
+        if is_backward:
+            self._is_backward = not is_begin
+        # a recomputation passes both points in the middle of the backward, which goes on behind it
+        is_between = self._is_backward if is_backward else is_begin or self._is_backward
+        torch._C._set_sm_carveout_experimental(self._sms if is_between else None)
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, sms: FreeSms, is_begin: bool) -> Tensor:
+        ctx.sms, ctx.is_begin = sms, is_begin
+        sms.turn(is_begin, is_backward=False)
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.sms.turn(ctx.is_begin, is_backward=True)
+        return grad, None, None

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hybrid_ep
-from examples.lanes import Lane, in_turns
+from examples.lanes import FreeSms, Lane, in_turns
 from examples.lm.moves import Arrived, Moves
 from examples.lm.options import Options, Sizes
 from examples.lm.spans import Spans
@@ -113,7 +113,7 @@ class Block(nn.Module):
         sizes = options.sizes
         self.halves, self.recompute = options.overlap == "halves", options.recompute
         self.moves, self.lane, self.spans = moves, lane, spans
-        self.dtype = buffer.dtype
+        self.dtype, self.free_sms = buffer.dtype, FreeSms(options.leave_free)
         self.norm1, self.norm2 = Norm(sizes.hidden), Norm(sizes.hidden)
         self.attention, self.shared = Attention(sizes), SharedExpert(sizes)
         self.router = Router(
@@ -144,14 +144,18 @@ class Block(nn.Module):
         mixed, tokens, routing, aux_loss = self._mix(x, turn)
         ready, shared = self.lane.now(), None
         if self.moves.host_waits:  # queued before the host waits, else behind the dispatch
-            shared = self.shared(tokens)
+            shared = self._beside(tokens)
         coming = self.lane.start(self._dispatch, tokens, *routing, since=ready)
         if shared is None:
-            shared = self.shared(tokens)
+            shared = self._beside(tokens)
         y, arrived = mixed + shared.view_as(mixed), coming.wait()
         return y, self._compute(arrived), arrived.without_rows(), aux_loss
 
+    def _beside(self, tokens: Tensor) -> Tensor:
+        return self.free_sms.end(self.shared(self.free_sms.begin(tokens)))
+
     def _in_halves(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x = self.free_sms.begin(x)
         mixed, sent, aux_losses, told = [], [], [], []
 
         def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
@@ -173,7 +177,8 @@ class Block(nn.Module):
             one + (extra + routed.wait()).view_as(one)
             for one, extra, routed in zip(mixed, shared, home, strict=True)
         ]
-        return torch.cat(summed), torch.stack(aux_losses).mean(), *_told(told)
+        y = self.free_sms.end(torch.cat(summed))
+        return y, torch.stack(aux_losses).mean(), *_told(told)
 
     def _mix(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
         """The residual, the tokens ``[T, H]`` for the experts, their routing, and its loss."""

@@ -54,7 +54,7 @@ class Options:
         way: who moves the tokens, of ``WAYS``.
         overlap: what runs beside dispatch and combine, of ``OVERLAPS``.
         num_sms: of a dispatch or a combine of hybrid_ep; None: as Config says.
-        leave_free: SMs that matrix products leave free on a GPU, all of them; 0: none.
+        leave_free: SMs that matrix products beside dispatch and combine leave free, on GPUs.
         room: bound on the rows of a rank, as a multiple of what even routing gives; None: exact.
         recompute: keep the input of each layer only, and run it again in the backward.
         dense: how parameters that are not the experts' are held, of ``DENSE``.
@@ -117,8 +117,10 @@ class Options:
             )
         if self.room is not None and (self.way == "nccl" or self.room <= 0):
             raise ValueError(f"--room must be positive and of --way hybrid_ep, got {self.room:g}")
-        if self.leave_free < 0:
-            raise ValueError(f"--leave-free must be at least 0, got {self.leave_free}")
+        if self.leave_free < 0 or (self.leave_free and self.overlap == "none"):
+            raise ValueError(
+                f"--leave-free must be at least 0, and 0 with --overlap none, got {self.leave_free}"
+            )
         if self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
 
@@ -143,7 +145,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         help="beside dispatch and combine: the shared expert, or also the other half of the batch",
     )
     new("--num-sms", type=int, help="SMs of a dispatch or a combine; left out: as Config says")
-    new("--leave-free", type=int, default=0, help="SMs that matrix products leave free, on GPUs")
+    new("--leave-free", type=int, default=0, help="SMs that products beside them leave free")
     new("--room", type=float, help="rows of a rank / rows of even routing; left out: exact sizes")
     new("--recompute", action=argparse.BooleanOptionalAction, default=True)
     new("--dense", choices=DENSE, default="auto", help="auto: copies where FSDP cannot run")

@@ -18,7 +18,6 @@ from examples.lm.model import Routed
 from examples.lm.options import Options, parse
 from examples.lm.report import Result, as_json, headline, line, machine, say, summary
 from examples.lm.trainer import Trainer
-from hybrid_ep.bench.overlap.products import leaving_free
 
 
 def train(options: Options, device: torch.device, command: str | None = None) -> Result:
@@ -134,8 +133,7 @@ def main() -> None:
     os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group(group)
     command = f"torchrun --nproc-per-node {dist.get_world_size()} -m examples.lm"
-    with contextlib.ExitStack() as stack:
-        if options.leave_free and device.type == "cuda":
-            stack.enter_context(leaving_free(options.leave_free))
-        train(options, device, " ".join([command, *sys.argv[1:]]))
+    if options.leave_free and device.type == "cuda":
+        torch.backends.cuda.preferred_blas_library("cublaslt")  # plain cuBLAS leaves none free
+    train(options, device, " ".join([command, *sys.argv[1:]]))
     dist.destroy_process_group()

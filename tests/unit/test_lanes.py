@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from examples.lanes import Lane, in_turns
+from examples.lanes import CAN_FREE, FreeSms, Lane, in_turns
 
 
 class Stream:
@@ -136,3 +136,42 @@ def test_a_recomputation_begins_where_the_result_arrives():
     y.sum().backward()
     assert made == ["forward", "forward", "backward of the call"]
     assert x.grad.tolist() == [2.0] * 3
+
+
+@pytest.mark.skipif(not CAN_FREE, reason="this torch has no such setting")
+@pytest.mark.filterwarnings("ignore:Setting the SM carveout")
+@pytest.mark.parametrize("inside", [True, False], ids=["points_inside", "checkpoint_around_more"])
+def test_products_between_two_points_leave_sms_free(inside):
+    """In the forward, the recomputation and the backward, and nowhere else."""
+    sms, seen = FreeSms(16), []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, name):
+            ctx.save_for_backward(x)
+            ctx.name = name
+            seen.append((name, torch._C._get_sm_carveout_experimental()))
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            _ = ctx.saved_tensors
+            seen.append((f"{ctx.name}'", torch._C._get_sm_carveout_experimental()))
+            return grad * 2, None
+
+    def block(x):
+        x = Product.apply(x, "before") if not inside else x
+        x = sms.end(Product.apply(sms.begin(x), "between"))
+        return Product.apply(x, "behind") if not inside else x
+
+    x = torch.ones(3, requires_grad=True)
+    torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False).sum().backward()
+    assert torch._C._get_sm_carveout_experimental() is None
+    between = ("between", 16)
+    if inside:
+        assert seen == [between, between, ("between'", 16)]
+    else:
+        forward = [("before", None), between, ("behind", None)]
+        assert seen == [*forward, *forward, ("behind'", None), ("between'", 16), ("before'", None)]
+    assert sms.begin(x) is not x and FreeSms(0).begin(x) is x
+    torch._C._set_sm_carveout_experimental(None)

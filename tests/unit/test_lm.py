@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.lanes import CAN_FREE
 from examples.lm import parallel
 from examples.lm.options import OVERLAPS, PRESETS, Options, parse
 from examples.lm.text import Windows, load_text
@@ -73,6 +74,12 @@ def test_fsdp_and_copies_have_the_same_losses(world):
         losses(world, 2, SMALL, dense=dense, steps=3) for dense in ("fsdp", "copies")
     )
     assert sharded == pytest.approx(copied, rel=1e-4)
+
+
+@pytest.mark.skipif(not CAN_FREE, reason="this torch has no such setting")
+def test_sms_left_free_change_no_loss(world):
+    options = replace(SMALL, steps=1, overlap="halves")
+    assert losses(world, 2, options, leave_free=8) == losses(world, 2, options)
 
 
 @pytest.mark.parametrize("overlap", OVERLAPS)
@@ -184,7 +191,8 @@ def test_held_out_text_is_text_of_its_own():
         ("--heads 5", "--hidden must be a multiple of twice --heads"),
         ("--overlap halves --micro-batch 1", "must be even with --overlap halves, got 1"),
         ("--way nccl --room 1.5", "--room must be positive and of --way hybrid_ep, got 1.5"),
-        ("--leave-free -1", "--leave-free must be at least 0, got -1"),
+        ("--leave-free -1", "--leave-free must be at least 0, .*, got -1"),
+        ("--leave-free 8 --overlap none", "0 with --overlap none, got 8"),
         ("--layers 0", "--layers must be at least 1, got 0"),
         ("--steps 0", "--steps must be at least 1, got 0"),
     ],
