@@ -60,13 +60,13 @@ lint: $(PACKAGES)  ## ruff and the check of imports over the Python, clang-forma
 	@if command -v ruff >/dev/null; then ruff check --quiet . && ruff format --check --quiet .; \
 	    else echo "SKIPPED: no ruff here, Python style not checked"; fi
 	@$(PY) tools/check_imports.py
-	@$(PY) tools/wrap_markdown.py --check *.md docs/*.md
+	@$(PY) tools/wrap_markdown.py --check *.md $$(find docs -name "*.md")
 	@if command -v clang-format >/dev/null; then $(CSRC_FILES) | xargs -0r clang-format --dry-run -Werror; \
 	    else echo "SKIPPED: no clang-format here, csrc style not checked"; fi
 
 format: $(PACKAGES)  ## rewrite the files as lint wants them
 	@ruff check --quiet --fix . ; ruff format --quiet .
-	@$(PY) tools/wrap_markdown.py *.md docs/*.md
+	@$(PY) tools/wrap_markdown.py *.md $$(find docs -name "*.md")
 	@$(CSRC_FILES) | xargs -0r clang-format -i
 
 sanitize: setup  ## on GPUs: compute-sanitizer over small calls of every kind (TOOL=memcheck or racecheck)

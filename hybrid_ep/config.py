@@ -46,7 +46,7 @@ class Config:
             most 32 of them the GPU's copy engine publishes 2,048 tokens and more (with more than 16
             all but the first 512), if all ranks are of one node, the size is not exact and no CUDA
             graph holds a dispatch of the Buffer: the GPU is faster then, and the call costs the
-            host more (docs/performance.md).
+            host more (docs/lab/27-copy-engine-publishes-again.md).
         num_sms_combine: SMs that sum expert rows, push the sums home and add them there.
         network_channels: SMs that send to the other nodes, of those of dispatch, and so at most one
             fewer than these; each has a queue pair to every rail peer.

@@ -1,4 +1,4 @@
-// The models behind experiments 5, 6 and 8 of docs/performance.md: what an SM can store, a copy by
+// The models behind docs/lab/05-..., 06-... and 08-...: what an SM can store, a copy by
 // the copy engine beside a grid on all SMs, one ring a block for dispatch, blocks by role for
 // combine. Two GPUs in one process, no flags, 4,096 own and 4,096 remote rows of 14,336 bytes, 4
 // rows a copy; the times are the least of six, of the slower GPU. It moves bytes and checks none.

@@ -29,7 +29,7 @@ UNCONFIRMED = (
 
 NVLINK_GBS = 330.0  # pull, both directions at once, any number of SMs from 16
 NETWORK_GBS = 50.0  # assumed: one 400 Gbit/s card per rank
-# docs/performance.md, experiments 5, 18 and 20
+# docs/lab/05-what-an-sm-can-store.md, 18-..., 20-what-an-sm-can-send.md
 SM_OUTPUT_GBS = 62.0  # what one SM sends: its stores, 32 bytes per clock
 LOAD_SHARE = 0.25  # of its bytes: what a load's requests take of that
 SM_SUMS_GBS = 66.0  # rows that one SM adds

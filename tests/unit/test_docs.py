@@ -53,6 +53,15 @@ def test_prose_fits_100_columns(page):
     assert wrap_markdown.wrap(text) == text
 
 
+def test_the_index_of_the_lab_names_each_experiment():
+    index = (ROOT / "docs/lab/README.md").read_text()
+    for page in (ROOT / "docs/lab").glob("*.md"):
+        assert f"]({page.name})" in index or page.name == "README.md", page.name
+        number = re.match(r"(\d\d)-", page.name)
+        if number:  # comments of the sources name it
+            assert page.read_text().startswith(f"# {int(number[1])}. "), page.name
+
+
 def test_wrapping_changes_no_word_and_no_mark():
     long = "word " * 30 + "`a b`"
     text = f"# {long}\n\n- {long}\n  more\n- short\n\n| {long} |\n\n```\n{long}\n```\n\n1. {long}\n"
