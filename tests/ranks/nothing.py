@@ -49,7 +49,7 @@ def run(me: Rank, nothing: Nothing, cache: str) -> dict[str, Any]:
     sizes = {"hidden": HIDDEN, "num_experts": NUM_EXPERTS, "max_tokens": 256, "topk": TOPK}
     buffer = me.buffer(**sizes, dtype=dtype)
     # what inductor made for a GPU divided by zero rows before torch 2.13, pytorch/pytorch#179222;
-    # docs/api.md names the cure
+    # docs/recipes/compile.md names the cure
     needs_bound = (
         dtype == torch.bfloat16 and torch.__version__ < "2.13" and nothing.has_rank_without_rows
     )
