@@ -26,9 +26,10 @@ largest rank needs, rounded up to 128), ranks, tokens, hidden, experts, topk, dt
 weighted, sms (of publish, pull and the sums alike), us_median, us_min, us_max (of the slowest rank
 in each iteration), us_fastest_rank (median of the fastest rank), rank_spread_us (medians of the
 fastest and of the slowest rank), host_us (of a call among others, where the host does not wait) and
-host_us_after_idle (of the timed calls), kernels_us, phases_us (by phase) and sms_occupied (how many
-SMs any kernel of the call ran on, so also routing's two short ones, which have grids of their own;
-these three of nvlink alone, from other calls, which note time stamps; the slowest rank, medians),
+host_us_after_idle (of the timed calls), kernels_us, phases_us (by phase), phase_begins_us (where
+each begins in the call) and sms_occupied (how many SMs any kernel of the call ran on, so also
+routing's two short ones, which have grids of their own; these four of nvlink alone, from other
+calls, which note time stamps; the slowest rank, begins of the earliest one; medians),
 rows (largest rank), nvlink_bytes (busiest rank, one direction, mean of the input sets), gbps,
 ceiling_gbps (pull for dispatch, push for combine, at these SMs; where there is none, of the peer
 copy, or of the bare all_to_all), ceiling_fraction, ratio_to_all_to_all (of time).

@@ -1,31 +1,38 @@
-"""The records as one PNG: time against SMs, with the ceilings' floor, against tokens, by phase."""
+"""The records as one picture: a row per question, dispatch on the left, combine on the right.
+
+Time against SMs and against tokens, with the bare all_to_all and the floor as lines; the ways
+beside each other as bars; the phases of a call. Few curves: ``kind_of`` says which times differ.
+"""
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hybrid_ep.bench.curves import AXES, OPS, alike_shapes, curves_panel
+from hybrid_ep.bench.options import BASELINES
+from hybrid_ep.bench.series import (
+    SHAPE,
+    Record,
+    colour_of,
+    name_of,
+    name_of_baseline,
+    select,
+    series_of,
+    shapes_of,
+    tell,
+)
 from hybrid_ep.output import pictures
-
-OPS = ("dispatch", "combine")
-AXES = {"sms": "SMs", "tokens": "tokens per rank"}
-SIZES = ("tokens", "hidden", "experts", "topk", "dtype", "skew", "sms")
-
-Points = list[tuple[float, float]]
+from hybrid_ep.output.pictures import COLOURS, GREY, Bar, Panel
 
 
 def plot(report: dict[str, Any], path: Path) -> bool:
-    """Write the panels that have a curve, at least two points that differ in SMs or in tokens.
-
-    And for each op that was traced a bar per phase of its fresh calls: most tokens, most SMs.
+    """Write the panels that have something to show.
 
     Args:
         report: what ``--json`` writes.
-        path: of the PNG; its folder is made if missing.
+        path: of the picture; its folder is made if missing.
 
     Returns:
         bool: whether there was anything to draw.
@@ -35,114 +42,88 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     """
     pyplot = pictures.load_pyplot()
     records = report["records"]
-    panels: list[Callable[[Any], None]] = []
-    for axis, op in itertools.product(AXES, OPS):
-        if curves := _curves(records, axis, op):
-            panels.append(functools.partial(_draw_curves, report, axis, op, curves))
-    for op in OPS:
-        if bars := _phase_bars(records, op):
-            panels.append(functools.partial(_draw_bars, op, bars))
-    if not panels:
+    rows = [row for row in _rows(records) if any(row)]
+    if not rows:
         return False
-    columns = min(2, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, cells = pyplot.subplots(
-        rows, columns, figsize=(8.4 * columns, 4.8 * rows), squeeze=False
-    )
-    for cell in cells.flat[len(panels) :]:
-        cell.set_visible(False)
-    for draw, cell in zip(panels, cells.flat, strict=False):
-        draw(cell)
-        cell.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
-    figure.suptitle(f"{report['device']}, commit {report['commit']}")
-    figure.tight_layout()
+    used = [any(row[op] for row in rows) for op in range(len(OPS))]
+    rows = [[panel for panel, is_used in zip(row, used, strict=True) if is_used] for row in rows]
+    machine = f"{report['num_gpus']} x " if report["num_gpus"] else ""
+    machine += f"{report['device']}, {records[0]['ranks']} ranks"
+    title = f"hybrid_ep on {machine}, commit {report['commit']}: median time of the slowest rank"
+    figure = pictures.arrange(pyplot, rows, title)
     pictures.write(figure, path)
     return True
 
 
-def _draw_curves(
-    report: dict[str, Any], axis: str, op: str, curves: dict[str, Points], cell: Any
-) -> None:
-    for name, points in curves.items():
-        style = "-" if "exact" in name.split() else ":"
-        cell.plot(*zip(*points, strict=True), marker="o", linestyle=style, label=name)
-    for name, points in _floors(report, axis, op).items():
-        cell.plot(*zip(*points, strict=True), linestyle="--", color="gray", label=name)
-    if axis == "sms":
-        for line in _untuned(report["records"], op):  # often far above: told, not drawn
-            cell.plot([], [], " ", label=line)
-    cell.set(title=op, xlabel=AXES[axis], ylabel="us, slowest rank")
-    if axis == "tokens":  # by factors: a slope of 1 is as fast as the bytes
-        cell.set_xscale("log", base=2)
-        cell.set_yscale("log", base=2)
-        cell.yaxis.set_major_formatter("{x:,.0f}")
-    else:
-        cell.set_ylim(0, None)
-    measured = sorted({x for points in curves.values() for x, _ in points})
-    cell.set_xticks(measured, [f"{x:,}" for x in measured])
-    cell.grid(alpha=0.3)
-
-
-def _draw_bars(op: str, bars: dict[str, dict[str, float]], cell: Any) -> None:
-    phases = list(dict.fromkeys(phase for times in bars.values() for phase in times))
-    height = 0.8 / len(bars)
-    for i, (name, times) in enumerate(bars.items()):
-        places = [phases.index(phase) + i * height for phase in times]
-        cell.barh(places, list(times.values()), height, align="edge", label=name)
-    cell.set_yticks([place + 0.4 for place in range(len(phases))], phases)
-    cell.set(title=f"{op}, by phase", xlabel="us, slowest rank", xlim=(0, None))
-    cell.invert_yaxis()  # the first phase on top
-
-
-def _curves(records: Iterable[dict[str, Any]], axis: str, op: str) -> dict[str, Points]:
-    """Points of each line; whatever differs besides the axis makes another line."""
-    records = [r for r in records if r["op"] == op and r[axis] is not None]
-    curves: dict[str, Points] = defaultdict(list)
-    for record in records:
-        words = [record["backend"], record["mode"], record["sizing"]]
-        words += [record["direction"]] if record["direction"] == "backward" else []
-        name = " ".join((*words, *_varying(record, records, axis)))
-        curves[name].append((record[axis], record["us_median"]))
-    return {name: sorted(points) for name, points in curves.items() if len(points) > 1}
-
-
-def _phase_bars(records: Iterable[dict[str, Any]], op: str) -> dict[str, dict[str, float]]:
-    """Times of the phases of each setting's fresh call, of the most tokens on the most SMs."""
-    traced = [r for r in records if r["op"] == op and r["mode"] == "fresh" and r.get("phases_us")]
+def _rows(records: list[Record]) -> Iterator[list[Panel | None]]:
     for axis in AXES:
-        most = max((r[axis] for r in traced), default=0)
-        traced = [r for r in traced if r[axis] == most]
-    return {
-        " ".join((r["sizing"], *_varying(r, traced, "sms"), f"on {r['sms']} SMs")): r["phases_us"]
-        for r in traced
-    }
+        for shapes in alike_shapes(records, axis):
+            yield [curves_panel(records, axis, op, shapes) for op in OPS]
+    if len({record["tokens"] for record in records}) == 1:
+        yield [_bars_panel(select(records, op=op), op) for op in OPS]
+    yield [_phases_panel(select(records, op=op, mode="fresh"), op) for op in OPS]
 
 
-def _floors(report: dict[str, Any], axis: str, op: str) -> dict[str, Points]:
-    """Times that the measured ceilings leave for the bytes; one line for nearly equal bytes."""
-    records = [r for r in report["records"] if r["op"] == op and r["direction"] == "forward"]
-    drawn = [r for r in records if r["sms"] is not None and r["ceiling_gbps"]]
-    floors: dict[str, Points] = {}
-    for record in drawn:
-        key = {"sms": "dtype", "tokens": "sms"}[axis]
-        name = f"floor, {key} {record[key]}"
-        point = (record[axis], record["nvlink_bytes"] / record["ceiling_gbps"] / 1e3)
-        points = floors.setdefault(name, [])
-        if all(point[0] != x for x, _ in points):
-            points.append(point)
-    return {name: sorted(points) for name, points in floors.items() if len(points) > 1}
+def _bars_panel(records: list[Record], op: str) -> Panel | None:
+    """The ways beside each other, by shape, on the most SMs."""
+    shapes = shapes_of(records, but="")
+    varying = [key for key in SHAPE if len({shape[key] for shape in shapes}) > 1]
+    groups = {tell(shape, varying): _bars(select(records, **shape)) for shape in shapes}
+    if not any(bar.colour == GREY for bars in groups.values() for bar in bars):
+        return None  # one way alone
+    constant = tell(records[0], (key for key in SHAPE if key not in varying))
+    return pictures.bars_panel(f"{op.capitalize()} beside plain torch", constant, "us", groups)
 
 
-def _untuned(records: Iterable[dict[str, Any]], op: str) -> list[str]:
-    """Times of what uses SMs as it likes."""
-    records = [r for r in records if r["op"] == op and r["sms"] is None]
-    return [
-        " ".join((r["backend"], *_varying(r, records, "sms"), f"{r['us_median']:.0f} us"))
-        for r in records
-        if r["direction"] == "forward"
+def _bars(records: list[Record]) -> list[Bar]:
+    series = series_of(records)
+    backends = {backend for backend, _ in series}
+    timed = [
+        (name_of_baseline(record["backend"]), record["us_median"], GREY)
+        for record in reversed(records)  # the slowest baseline first
+        if record["backend"] in BASELINES and record["direction"] == "forward"
     ]
+    for rank, ((backend, kind), of_kind) in enumerate(series.items()):
+        most = max(of_kind, key=lambda r: r["sms"] or 0)
+        on = f", {most['sms']} SMs" if most["sms"] is not None else ""
+        timed.append((name_of(backend, kind, backends) + on, most["us_median"], colour_of(rank)))
+    return [Bar(name, 0, us, f"{us:,.0f}", colour) for name, us, colour in timed]
 
 
-def _varying(record: dict[str, Any], records: list[dict[str, Any]], axis: str) -> list[str]:
-    keys = [k for k in SIZES if k != axis and len({r[k] for r in records}) > 1]
-    return [f"{key} {record[key]}" for key in keys if record[key] is not None]
+def _phases_panel(records: list[Record], op: str) -> Panel | None:
+    """The phases of one fresh call: most tokens, most SMs, with a bound where it was measured."""
+    traced = [record for record in records if record.get("phases_us")]
+    if not traced:
+        return None
+    most = max((record["tokens"], record["sms"]) for record in traced)
+    traced = [record for record in traced if (record["tokens"], record["sms"]) == most]
+    record = next((r for r in traced if r["sizing"] == "max_rows"), traced[0])
+    is_timeline = bool(record.get("phase_begins_us"))
+    what = "timeline of the phases" if is_timeline else "phases, which overlap"
+    kind = {"max_rows": "with max_rows", "exact": "of exact size"}[record["sizing"]]
+    kind = f"fresh {kind}, " if op == "dispatch" else ""
+    return pictures.bars_panel(
+        f"{op.capitalize()}, {kind}{record['sms']} SMs: {what}",
+        tell(record, SHAPE),
+        "us from the first block's begin" if is_timeline else "us that a phase lasts",
+        {"": phase_bars(record)},
+    )
+
+
+def phase_bars(record: Record) -> list[Bar]:
+    """A bar per phase, from its begin to its end; from 0 on in a report that has no begins.
+
+    A wait has no place of its own: its bar begins where the first block waits and is as long as the
+    block that waited longest waited.
+    """
+    begins = record.get("phase_begins_us") or {}
+    return [
+        Bar(
+            name,
+            begins.get(name, 0.0),
+            begins.get(name, 0.0) + us,
+            f"{us:,.0f}",
+            GREY if name.startswith("wait") else COLOURS[0],
+        )
+        for name, us in record["phases_us"].items()
+    ]

@@ -45,6 +45,7 @@ class Call:
         bare: the all_to_all that took turns with it.
         kernels_us: its kernels alone, on the slowest rank, median; None where nothing was traced.
         phases_us: of each phase of ``hybrid_ep.backends.trace.PhaseTimes``, likewise.
+        phase_begins_us: where each of them begins in the call, likewise, of the earliest rank.
         sms_occupied: how many SMs its kernels ran on, all of them together, likewise.
     """
 
@@ -65,6 +66,7 @@ class Call:
     bare: Call | None = None
     kernels_us: float | None = None
     phases_us: dict[str, float] | None = None
+    phase_begins_us: dict[str, float] | None = None
     sms_occupied: float | None = None
 
 

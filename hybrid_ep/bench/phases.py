@@ -31,12 +31,14 @@ def add_phases(calls: Sequence[Call], buffer: Buffer, traced: Sequence[Call], cl
     mine = [[_trace(buffer, call, i, clock) for i in range(TRACED_CALLS)] for call in traced]
     for call, of_ranks in zip(calls, zip(*Group().gather(mine), strict=True), strict=True):
         slowest = [slowest_of(ranks) for ranks in zip(*of_ranks, strict=True)]
-        call.kernels_us, call.phases_us, call.sms_occupied = median_of(slowest)
+        times = median_of(slowest)
+        call.kernels_us, call.phases_us, call.sms_occupied = times[:3]
+        call.phase_begins_us = times.begins
 
 
 def slowest_of(ranks: Sequence[PhaseTimes]) -> PhaseTimes:
-    """One call: of each phase the time of the rank that took longest."""
-    return _each(max, ranks)
+    """One call: of each phase the time of the rank that took longest, and the earliest begin."""
+    return _each(max, ranks)._replace(begins=_by_name(min, [each.begins for each in ranks]))
 
 
 def median_of(calls: Sequence[PhaseTimes]) -> PhaseTimes:
@@ -45,13 +47,17 @@ def median_of(calls: Sequence[PhaseTimes]) -> PhaseTimes:
 
 
 def _each(pick: Any, times: Sequence[PhaseTimes]) -> PhaseTimes:
-    names = dict.fromkeys(name for each in times for name in each.phases)
-    phases = {
-        name: pick([each.phases[name] for each in times if name in each.phases]) for name in names
-    }
     return PhaseTimes(
-        pick([each.kernels for each in times]), phases, pick([each.sms for each in times])
+        pick([each.kernels for each in times]),
+        _by_name(pick, [each.phases for each in times]),
+        pick([each.sms for each in times]),
+        _by_name(pick, [each.begins for each in times]),
     )
+
+
+def _by_name(pick: Any, phases: Sequence[dict[str, float]]) -> dict[str, float]:
+    names = dict.fromkeys(name for each in phases for name in each)
+    return {name: pick([each[name] for each in phases if name in each]) for name in names}
 
 
 def _trace(buffer: Buffer, call: Call, i: int, clock: Clock) -> PhaseTimes:

@@ -54,6 +54,7 @@ def make_record(
         "host_us_after_idle": _median(call.host_us_after_idle),
         "kernels_us": call.kernels_us,
         "phases_us": call.phases_us,
+        "phase_begins_us": call.phase_begins_us,
         "sms_occupied": call.sms_occupied,
         "rows": copy_counts.most_rows,
         "nvlink_bytes": call.link_bytes,

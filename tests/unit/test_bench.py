@@ -19,14 +19,17 @@ from hybrid_ep.backends.cuda.trace import Event, PhaseTimes
 from hybrid_ep.backends.torch.carrier import serving_backend
 from hybrid_ep.bench.baselines import PlainTorch
 from hybrid_ep.bench.ceilings import ceiling_of
-from hybrid_ep.bench.charts import _phase_bars, plot
+from hybrid_ep.bench.charts import phase_bars, plot
 from hybrid_ep.bench.clock import HOST_CALLS, Call, Clock
 from hybrid_ep.bench.command import _sweeps
+from hybrid_ep.bench.curves import alike_shapes
 from hybrid_ep.bench.fits import fit, fits
 from hybrid_ep.bench.inputs import make_inputs
 from hybrid_ep.bench.phases import TRACED_CALLS, add_phases
+from hybrid_ep.bench.series import series_of
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import Ran, run_ranks
+from hybrid_ep.output.pictures import spread
 from hybrid_ep_cli.main import main, make_parser
 from tests.launch import Pool, Rank
 
@@ -234,6 +237,7 @@ def test_charts_against_sms(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
     common = {
         **load_of(2, 16, 64, 8, 2).record(),
+        "ranks": 2,
         "mode": "fresh",
         "sizing": "exact",
         "direction": "forward",
@@ -246,7 +250,7 @@ def test_charts_against_sms(tmp_path: Path) -> None:
         for sms in (8, 16)
     ]
     records.append({**common, "op": "combine", "backend": "nccl", "sms": None, "us_median": 9})
-    report = {"device": "a GPU", "commit": "abc", "records": records, "ceilings": {}}
+    report = {"device": "a GPU", "num_gpus": 2, "commit": "abc", "records": records, "ceilings": {}}
     assert plot(report, tmp_path / "sms.png")
     assert (tmp_path / "sms.png").read_bytes().startswith(b"\x89PNG")
     one_point = {**report, "records": records[:1]}
@@ -260,6 +264,7 @@ def traced(op: str, sms: int, phases_us: dict[str, float], **others: Any) -> dic
     return {
         **shape,
         **calls,
+        "ranks": 2,
         "op": op,
         "sms": sms,
         "us_median": 9.0,
@@ -269,22 +274,61 @@ def traced(op: str, sms: int, phases_us: dict[str, float], **others: Any) -> dic
 
 
 def test_a_bar_for_each_phase(tmp_path: Path) -> None:
+    phases = {"publish rows": 9.0, "wait for the peers' rows": 3.0, "pull rows": 20.0}
+    record = traced("dispatch", 8, phases)
+    lasting = [(bar.name, bar.begin, bar.end, bar.text) for bar in phase_bars(record)]
+    assert lasting == [(name, 0, us, f"{us:.0f}") for name, us in phases.items()]
+    begins = dict(zip(phases, (0.0, 4.0, 2.0), strict=True))
+    timeline = phase_bars({**record, "phase_begins_us": begins})
+    assert [(bar.begin, bar.end) for bar in timeline] == [(0, 9), (4, 7), (2, 22)]
+    assert timeline[0].colour == timeline[2].colour != timeline[1].colour, "a wait is no work"
+
     pytest.importorskip("matplotlib", reason="a plot is drawn by matplotlib, which is optional")
-    records = [
-        traced("dispatch", 8, {"publish rows": 9.0, "pull rows": 20.0}),
-        traced("dispatch", 16, {"publish rows": 5.0, "pull rows": 11.0}),
-        traced("dispatch", 16, {"publish rows": 5.0, "pull rows": 12.0}, experts=16),
-        traced("dispatch", 16, {"pull rows": 10.0}, mode="cached"),
-        traced("combine", 16, {}),
-    ]
-    assert _phase_bars(records, "dispatch") == {
-        "exact experts 8 on 16 SMs": {"publish rows": 5.0, "pull rows": 11.0},
-        "exact experts 16 on 16 SMs": {"publish rows": 5.0, "pull rows": 12.0},
-    }
-    assert _phase_bars(records, "combine") == {}
-    report = {"device": "a GPU", "commit": "abc", "records": records[:1], "ceilings": {}}
+    report = {"device": "a GPU", "num_gpus": 2, "commit": "abc", "records": [record]}
     assert plot(report, tmp_path / "phases.png"), "one record has no curve, but phases"
     assert (tmp_path / "phases.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_times_that_no_kernel_tells_apart_are_one_curve() -> None:
+    def record(op: str, mode: str, sizing: str, us: float, **others: Any) -> dict[str, Any]:
+        return traced(op, 8, {}, mode=mode, sizing=sizing, us_median=us, **others)
+
+    found = series_of(
+        [
+            record("dispatch", "cached", "max_rows", 3),
+            record("dispatch", "cached", "exact", 4),
+            record("dispatch", "fresh", "max_rows", 5),
+            record("dispatch", "fresh", "exact", 6),
+            record("dispatch", "cached", "exact", 7, direction="backward"),
+            record("combine", "cached", "exact", 8),
+            record("combine", "fresh", "exact", 9),
+            record("dispatch", "fresh", "exact", 10, backend="nccl"),
+        ]
+    )
+    assert {kind: [r["us_median"] for r in records] for (_, kind), records in found.items()} == {
+        "fresh, exact size": [6],
+        "fresh, max_rows": [5],
+        "cached": [4],
+        "combine": [9],
+        "backward": [7],
+    }
+
+
+def test_shapes_whose_curves_agree_share_a_panel() -> None:
+    records = [
+        traced("dispatch", sms, {}, us_median=us / sms, experts=experts)
+        for experts, us in ((8, 100), (16, 104), (32, 150))
+        for sms in (8, 16)
+    ]
+    groups = alike_shapes(records, "sms")
+    assert [[shape["experts"] for shape in group] for group in groups] == [[8, 16], [32]]
+
+
+def test_labels_are_moved_apart_and_no_further() -> None:
+    assert spread([0.1, 0.5, 0.9], 0.2) == [0.1, 0.5, 0.9]
+    assert spread([0.5, 0.5], 0.2) == pytest.approx([0.4, 0.6])
+    moved = spread([0.0, 0.5, 0.51, 0.62], 0.1)
+    assert moved == pytest.approx([0.0, 0.44333, 0.54333, 0.64333], abs=1e-4)
 
 
 # ---- time against bytes
@@ -353,7 +397,7 @@ def trace(me: Rank) -> PhaseTimes:
     )
     add_phases([timed], buffer, [traced], Clock(me.device))
     assert buffer.calls == TRACED_CALLS == 5
-    return PhaseTimes(timed.kernels_us, timed.phases_us, timed.sms_occupied)
+    return PhaseTimes(timed.kernels_us, timed.phases_us, timed.sms_occupied, timed.phase_begins_us)
 
 
 def test_phases_are_medians_of_the_slowest_rank(world: Callable[[int], Pool]) -> None:
@@ -361,6 +405,7 @@ def test_phases_are_medians_of_the_slowest_rank(world: Callable[[int], Pool]) ->
         assert times.phases == {"publish rows": 13.0, "pull rows": 15.0}
         assert times.kernels == 13 + 0.5 + 15
         assert times.sms == 2, "of rank 1, whose blocks run on two"
+        assert times.begins == {"publish rows": 0, "pull rows": 3.5}, "of rank 0, the earlier one"
 
 
 def test_sweeps_by_name() -> None:

@@ -63,7 +63,13 @@ def test_times_of_phases() -> None:
     assert list(times.phases) == [SPANS[span][1] for span in (PUBLISH, WAIT, ASSIGN, PULL)]
     assert times.kernels == 21.5
     assert times.sms == 3
-    assert phase_times([]) == (0.0, {}, 0)
+    assert list(times.begins.items()) == [
+        (SPANS[PUBLISH][1], 0.0),
+        (SPANS[WAIT][1], 4.0),
+        (SPANS[ASSIGN][1], 5.0),
+        (SPANS[PULL][1], 21.0),
+    ]
+    assert phase_times([]) == (0.0, {}, 0, {})
 
 
 def test_a_rank_without_a_shared_wait_keeps_its_clock() -> None:

@@ -51,11 +51,13 @@ class PhaseTimes(NamedTuple):
         phases: by name: from the first block's begin to the last one's end; of a wait, the whole
             time of the block that waited longest.
         sms: how many SMs any of its blocks ran on.
+        begins: by name, where a phase's first block begins, from the first block of all.
     """
 
     kernels: float
     phases: dict[str, float]
     sms: int
+    begins: dict[str, float]
 
 
 def phase_times(events: Iterable[Event]) -> PhaseTimes:
@@ -76,7 +78,13 @@ def phase_times(events: Iterable[Event]) -> PhaseTimes:
         longest = _longest_wait if name.startswith("wait") else _extent
         phases[name] = longest(by_span[span])
     together = [event for each in by_span.values() for event in each]
-    return PhaseTimes(_extent(together), phases, len({event.sm for event in together}))
+    sms = len({event.sm for event in together})
+    first = min((event.begin_ns for event in together), default=0)
+    begins = {
+        SPANS[span][1]: (min(event.begin_ns for event in by_span[span]) - first) / 1e3
+        for span in sorted(by_span)
+    }
+    return PhaseTimes(_extent(together), phases, sms, begins)
 
 
 def _extent(events: list[Event]) -> float:

@@ -28,14 +28,9 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
     panels = [list(records) for _, records in by_shape]
     if not panels:
         return False
-    figure, cells = pyplot.subplots(
-        len(panels), 1, figsize=(11, 1 + 3.6 * len(panels)), squeeze=False
-    )
-    for cell, records in zip(cells.flat, panels, strict=True):
-        _draw(cell, records)
-    figure.suptitle(f"{report['device']}, commit {report['commit']}")
-    figure.tight_layout()
-    pictures.write(figure, path)
+    title = f"hybrid_ep on {report['device']}, commit {report['commit']}: time of a layer"
+    rows = [[_panel(records)] for records in panels]
+    pictures.write(pictures.arrange(pyplot, rows, f"{title}, slowest rank, median"), path)
     return True
 
 
@@ -50,15 +45,22 @@ def bars(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return found
 
 
-def _draw(cell: Any, records: list[dict[str, Any]]) -> None:
+def _panel(records: list[dict[str, Any]]) -> pictures.Panel:
     by_way = bars(records)
     passes = list(dict.fromkeys(name for times in by_way.values() for name in times))
-    height = 0.8 / len(by_way)
-    for i, (name, times) in enumerate(by_way.items()):
-        places = [passes.index(each) + i * height for each in times]
-        cell.barh(places, list(times.values()), height, align="edge", label=name)
-    cell.set_yticks([place + 0.4 for place in range(len(passes))], passes)
-    cell.set(title=title_of(records[0]), xlabel="us, slowest rank", xlim=(0, None))
-    cell.title.set_fontsize("small")
-    cell.invert_yaxis()  # the forward on top
-    cell.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1.01, 1))
+    groups = {
+        each: [
+            pictures.Bar(name, 0, times[each], f"{times[each]:,.0f}", _colour(name, i))
+            for i, (name, times) in enumerate(by_way.items())
+            if each in times
+        ]
+        for each in passes
+    }
+    shape, sizes = title_of(records[0]).split(": ", 1)
+    return pictures.bars_panel(shape, sizes, "us", groups)
+
+
+def _colour(name: str, number: int) -> str:
+    """Grey for what the library is compared with."""
+    is_ours = name.startswith("hybrid_ep")
+    return pictures.COLOURS[number % len(pictures.COLOURS)] if is_ours else pictures.GREY
