@@ -203,6 +203,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--commit", metavar="HASH", help="commit to name in the report (default: what git says)"
     )
     parser.add_argument(
+        "--details",
+        action="store_true",
+        help="also print a line per call, with its spread, host time, rate and phases "
+        "(default: the medians alone)",
+    )
+    parser.add_argument(
         "--read",
         type=Path,
         metavar="FILE",

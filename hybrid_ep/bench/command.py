@@ -47,10 +47,10 @@ _LAYER_DEFAULTS: dict[str, Any] = {  # without a named shape
     "dtypes": ("bf16",),
 }
 _GPU_SHAPE = "deepseek-v3"  # of --layer, unless sizes are named
-_NOT_OF_LAYERS = ("sweep", "skew", "weighted")
+_NOT_OF_LAYERS = ("sweep", "skew", "weighted", "details")
 _OF_LAYERS = ("shape", "ffn", "weight_at")
 _OF_OVERLAP = ("gemm", "gemms")
-_NOT_OF_OVERLAP = ("layer", "sweep", "skew", "dtypes", "weighted")
+_NOT_OF_OVERLAP = ("layer", "sweep", "skew", "dtypes", "weighted", "details")
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,10 @@ def _read(path: Path) -> dict[str, Any]:
 
 def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
     kind = next(kind for kind in _KINDS if kind.records in report)
-    kind.print_table(report, skipped)
+    if kind is _CALLS:
+        print_table(report, skipped, details=args.details)
+    else:
+        kind.print_table(report, skipped)
     if args.json is not None:
         args.json.write_text(json.dumps(report, indent=1) + "\n")
     if args.plot is not None:

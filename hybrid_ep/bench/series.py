@@ -1,4 +1,4 @@
-"""Which records a picture shows, and the words for them."""
+"""Which records a picture shows, and the words for records."""
 
 from __future__ import annotations
 
@@ -71,6 +71,12 @@ def series_of(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 def name_of(backend: str, kind: str, backends: set[str]) -> str:
     """The kind, behind its backend where several were measured."""
     return kind if len(backends) == 1 else f"{backend}: {kind}"
+
+
+def call_of(record: Record) -> str:
+    """The op and its direction, in words."""
+    backward = ", backward" if record["direction"] == "backward" else ""
+    return f"{record['op'].capitalize()}{backward}"
 
 
 def name_of_baseline(backend: str) -> str:

@@ -1,80 +1,152 @@
-"""The records as a table."""
+"""The records as tables: one per op, a row per way, a column per number of SMs (or of tokens)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from hybrid_ep.bench.details import print_details
 from hybrid_ep.bench.fits import fits
+from hybrid_ep.bench.options import BASELINES
+from hybrid_ep.bench.series import BARE, Record, call_of
 from hybrid_ep.output import tables
 
-TEXTS = ("op", "backend", "mode", "sizing")
-SIZES = ("ranks", "T", "H", "E", "K", "dtype", "SMs")
-NUMBERS = (
-    *SIZES,
-    *(
-        "us [min..max]",
-        "ranks' us",
-        "kernels us",
-        "on SMs",
-        "host us",
-        "GB/s",
-        "of ceiling",
-        "x bare",
-    ),
+SIZES = {
+    "ranks": "{} ranks",
+    "tokens": "{:,} tokens per rank",
+    "hidden": "hidden {}",
+    "experts": "{} experts",
+    "topk": "top-{}",
+    "dtype": "{}",
+    "skew": "skew {}",
+    "align": "align {}",
+    "weighted": "weighted {}",
+    "sms": "{} SMs",
+}
+USUAL = {"skew": 0, "align": 1, "weighted": False}  # not worth a word
+COLUMNS = {"sms": "{} SMs", "tokens": "{:,} tokens"}
+NO_SMS = "default SMs"  # of ways that are told no number
+NOTES = (
+    "Median us of the slowest rank. fresh: with its routing; cached: an earlier routing again.",
+    "exact: the host waits for the number of rows; max_rows: a bound, and no wait.",
 )
-PHASES = (*TEXTS, *SIZES, "phases")
-GROWTH = (*TEXTS, *SIZES, "fixed us", "then GB/s", "most growth of us / of bytes")
+GROWTH = ("call", "way", "routing", "size", "fixed us", "then GB/s", "most growth of us / of bytes")
 
 
-def print_table(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
-    """Print the records, the ceilings, what can be said of phases and of growth, what was skipped.
+def print_table(
+    report: dict[str, Any], skipped: Sequence[str] = (), *, details: bool = False
+) -> None:
+    """Print the times, the ceilings, the growth by tokens, and what was skipped.
 
     Args:
         report: what ``--json`` writes.
         skipped: why a backend was not measured.
+        details: also print all that is known of each call, and its phases.
     """
-    title = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
-    rows = [_row(record) for record in report["records"]]
-    _print(title, (*TEXTS, *NUMBERS), rows)
-    print("ranks' us: medians of the fastest and of the slowest rank.")
-    print("kernels us: from the first block to the last, by the GPU, traced in other calls.")
-    print("on SMs: how many SMs they ran on, routing's short kernels among them.")
-    print("host us: how long a call among others held the host; - where it waits for the GPU.")
-    print("GB/s: what the busiest rank sends or receives, own tokens not counted.")
-    print("x bare: time over that of the bare all_to_all_single of the same copies, in turns.")
+    records = _named(report["records"])
+    axis = _axis(records)
+    constant, varying = _sizes(records, axis)
+    where = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
+    print("; ".join((where, constant)) if constant else where)
+    for note in (*NOTES, *_ways(records)):
+        print(note)
+    print()
+    for title, of_call in _by_call(records).items():
+        _print_times(title, of_call, axis, varying)
     for line in _ceilings(report["ceilings"]):
         print(line)
     print()
-    if phases := list(_phases(report["records"])):
-        _print("phases of a fresh call, us", PHASES, phases, texts=None)
-    if growth := list(_growth(report["records"])):
-        _print("time by tokens: a fixed part, and a rate", GROWTH, growth)
+    if growth := list(_growth(records)):
+        title = "time by tokens: a fixed part, and a rate"
+        tables.print_table(title, GROWTH, growth, texts=4, keys=4)
+    if details:
+        print_details(report["records"])
     for reason in skipped:
         print(f"skipped: {reason}")
 
 
-def _print(
-    title: str, header: Sequence[str], rows: tables.Rows, texts: int | None = len(TEXTS)
-) -> None:
-    """A table, whose constant sizes are in its title."""
-    names, rows, constants = tables.drop_constants(header, rows, SIZES)
-    keys = sum(name in (*TEXTS, *SIZES) for name in names)
-    title = f"{title}; {constants}" if constants else title
-    tables.print_table(title, names, rows, texts=texts, keys=keys)
+def _named(records: Iterable[Record]) -> list[Record]:
+    """The records with their ``way``, which tells the library's backend where it must."""
+    records = list(records)
+    ours = {record["backend"] for record in records if record["backend"] not in BASELINES}
+
+    def way(backend: str) -> str:
+        if backend in BASELINES:
+            return backend if backend == BARE else "plain torch"
+        return "hybrid_ep" if len(ours) == 1 else f"hybrid_ep {backend}"
+
+    return [{**record, "way": way(record["backend"])} for record in records]
 
 
-def _phases(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
+def _ways(records: Iterable[Record]) -> Iterator[str]:
+    """What the short names of the ways mean."""
+    meanings = {
+        "all_to_all": "the bare exchange of the same copies",
+        "plain torch": "sort, exchange and sum over {}",
+        "hybrid_ep": "its {} backend",
+    }
+    named = {record["way"]: record["backend"] for record in records}
+    for way, backend in named.items():
+        if way in meanings:
+            told = backend.upper() if way == "plain torch" else backend
+            yield f"{way}: {meanings[way].format(told)}."
+
+
+def _axis(records: Sequence[Record]) -> str:
+    """What the columns are: SMs, or tokens where these vary and SMs do not."""
+    is_sweep = len(_values(records, "tokens")) > 1 and len(_values(records, "sms")) <= 1
+    return "tokens" if is_sweep else "sms"
+
+
+def _sizes(records: Sequence[Record], axis: str) -> tuple[str, list[str]]:
+    """Besides the axis: the sizes that all records share, in words, and the names of the others."""
+    values = {key: _values(records, key) for key in SIZES if key != axis}
+    shared = (
+        SIZES[key].format(found[0])
+        for key, found in values.items()
+        if len(found) == 1 and found[0] != USUAL.get(key)
+    )
+    return ", ".join(shared), [key for key, found in values.items() if len(found) > 1]
+
+
+def _values(records: Iterable[Record], key: str) -> list[Any]:
+    """The distinct ones; a way that has none takes no part."""
+    return list(dict.fromkeys(r[key] for r in records if r.get(key) is not None))
+
+
+def _by_call(records: Iterable[Record]) -> dict[str, list[Record]]:
+    """Forward before backward, dispatch before combine."""
+    found: dict[str, list[Record]] = {}
+    order = {"forward": 0, "backward": 2, "dispatch": 0, "combine": 1}
+    for record in sorted(records, key=lambda r: order[r["direction"]] + order[r["op"]]):
+        found.setdefault(call_of(record), []).append(record)
+    return found
+
+
+def _print_times(call: str, records: list[Record], axis: str, varying: list[str]) -> None:
+    columns: list[Any] = sorted(_values(records, axis))
+    if any(record[axis] is None for record in records):
+        columns = [None, *columns]
+    rows: dict[tuple[str, ...], dict[Any, str]] = {}
     for record in records:
-        if record["mode"] == "fresh" and record.get("phases_us"):
-            phases = ", ".join(f"{name} {us:.0f}" for name, us in record["phases_us"].items())
-            yield [*_texts(record), *_sizes(record), phases]
+        sizes = (f"{record[key]:,}" if key == "tokens" else str(record[key]) for key in varying)
+        key = (record["way"], record["mode"], record["sizing"], *sizes)
+        rows.setdefault(key, {})[record[axis]] = f"{record['us_median']:,.0f}"
+    names = [NO_SMS if value is None else COLUMNS[axis].format(value) for value in columns]
+    keys = ("way", "routing", "size", *varying)
+    tables.print_table(
+        f"{call}, us",
+        (*keys, *(names if names != [NO_SMS] else ["us"])),
+        [[*key, *(times.get(value, "-") for value in columns)] for key, times in rows.items()],
+        texts=3,
+        keys=len(keys),
+    )
 
 
-def _growth(records: Iterable[dict[str, Any]]) -> Iterator[list[str]]:
+def _growth(records: Iterable[Record]) -> Iterator[list[str]]:
     for record, (fixed_us, gbps, most_growth) in fits(records):
-        sizes = _sizes({**record, "tokens": "all"})
-        yield [*_texts(record), *sizes, f"{fixed_us:.0f}", f"{gbps:.0f}", f"{most_growth:.2f}"]
+        words = [call_of(record), record["way"], record["mode"], record["sizing"]]
+        yield [*words, f"{fixed_us:.0f}", f"{gbps:.0f}", f"{most_growth:.2f}"]
 
 
 def _ceilings(ceilings: dict[str, Any]) -> Iterator[str]:
@@ -85,34 +157,3 @@ def _ceilings(ceilings: dict[str, Any]) -> Iterator[str]:
             yield f"{told} GB/s by SMs: {rates}"
         else:
             yield f"{told} {rate:.1f} GB/s"
-
-
-def _texts(record: dict[str, Any]) -> list[str]:
-    op = record["op"] + (" backward" if record["direction"] == "backward" else "")
-    return [op, *(record[key] for key in ("backend", "mode", "sizing"))]
-
-
-def _sizes(record: dict[str, Any]) -> list[str]:
-    keys = ("ranks", "tokens", "hidden", "experts", "topk", "dtype")
-    return [*(str(record[key]) for key in keys), _number(record, "sms", 0)]
-
-
-def _number(record: dict[str, Any], key: str, digits: int) -> str:
-    return "-" if record.get(key) is None else f"{record[key]:.{digits}f}"
-
-
-def _row(record: dict[str, Any]) -> list[str]:
-    times = f"{record['us_median']:.0f} [{record['us_min']:.0f}..{record['us_max']:.0f}]"
-    of_ranks = "..".join(f"{us:.0f}" for us in record.get("rank_spread_us", ()))
-    return [
-        *_texts(record),
-        *_sizes(record),
-        times,
-        of_ranks or "-",
-        _number(record, "kernels_us", 0),
-        _number(record, "sms_occupied", 0),
-        _number(record, "host_us", 0),
-        _number(record, "gbps", 1),
-        _number(record, "ceiling_fraction", 2),
-        _number(record, "ratio_to_all_to_all", 2),
-    ]

@@ -193,33 +193,32 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for key, kind in RECORD.items():
             assert isinstance(record[key], kind), (key, record[key])
     printed = capfd.readouterr().out
-    for text in ("dispatch", "combine backward", "all_to_all", "fresh", "x bare", "ceiling memory"):
+    for text in ("Dispatch, us", "Combine, backward, us", "all_to_all", "fresh", "ceiling memory"):
         assert text in printed
+    assert "x bare" not in printed
     assert chart.read_bytes().startswith(b"\x89PNG")
 
     again = tmp_path / "again.json"
     assert main(["bench", "--read", str(path), "--json", str(again)]) == 0
     assert again.read_text() == path.read_text()
     assert capfd.readouterr().out.startswith(printed.splitlines()[0])
+    assert main(["bench", "--read", str(path), "--details"]) == 0
+    assert "x bare" in capfd.readouterr().out
 
 
-def test_plain_table_says_the_same(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_details_say_what_a_record_says(capsys: pytest.CaptureFixture[str]) -> None:
     record = {
         **dict.fromkeys(RECORD, 1),
         **{key: key for key, kind in RECORD.items() if kind is str},
         **{"sms": 24, "ratio_to_all_to_all": 1.5, "us_median": 12.0, "us_min": 3.0, "us_max": 45.0},
         **{"host_us": 31.4, "ceiling_fraction": 0.84, "rank_spread_us": [11.2, 12.4]},
         **{"mode": "fresh", "kernels_us": 9.6, "phases_us": {"publish rows": 4.1, "pull rows": 7}},
-        **{"sms_occupied": 117},
+        **{"sms_occupied": 117, "op": "dispatch", "direction": "forward"},
     }
     machine = {"device": "a GPU", "num_gpus": 1, "commit": "abc"}
     ceilings = {"peer_copy_gbps": 395.0, "pull_gbps": {"8": 322.96, "16": 334.0}}
     report = {**machine, "records": [record], "ceilings": ceilings}
-    monkeypatch.setitem(__import__("sys").modules, "rich", None)
-    monkeypatch.setitem(__import__("sys").modules, "rich.console", None)
-    print_table(report, ["nvlink: no GPU"])
+    print_table(report, ["nvlink: no GPU"], details=True)
     printed = capsys.readouterr().out
     numbers = ("12 [3..45]", "24", "1.50", "31", "0.84", "11..12", " 10 ", "117")
     for text in ("us [min..max]", *numbers):
@@ -231,6 +230,54 @@ def test_plain_table_says_the_same(
     ):
         assert line in printed.splitlines()
     assert "publish rows 4, pull rows 7" in printed
+
+
+def table_lines(capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]]) -> list[str]:
+    machine = {"device": "a GPU", "num_gpus": 2, "commit": "abc", "ceilings": {}}
+    print_table({**machine, "records": records})
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_row_per_way_and_a_column_per_number_of_sms(capsys: pytest.CaptureFixture[str]) -> None:
+    records = [
+        traced("dispatch", sms, {}, nvlink_bytes=1, us_median=us, sizing=sizing)
+        for sizing, times in (("exact", (30, 20)), ("max_rows", (1025, 18)))
+        for sms, us in zip((8, 16), times, strict=True)
+    ]
+    bare = {**records[0], "backend": "all_to_all", "mode": "cached", "sms": None, "us_median": 15}
+    lines = table_lines(capsys, [bare, *records])
+    machine, sizes = lines[0].split("; ")
+    assert machine == "a GPU, 2 GPU(s), commit abc"
+    assert sizes == "2 ranks, 16 tokens per rank, hidden 64, 8 experts, top-2, bf16"
+    assert lines[3:11] == [
+        "all_to_all: the bare exchange of the same copies.",
+        "hybrid_ep: its nvlink backend.",
+        "",
+        "Dispatch, us",
+        "  way         routing  size      default SMs  8 SMs  16 SMs",
+        "  all_to_all  cached   exact              15      -       -",
+        "  hybrid_ep   fresh    exact               -     30      20",
+        "  hybrid_ep   fresh    max_rows            -  1,025      18",
+    ]
+
+
+def test_a_column_per_number_of_tokens_where_these_vary(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    records = [
+        traced(op, 8, {}, tokens=tokens, nvlink_bytes=1, us_median=us, backend=backend)
+        for op in ("combine", "dispatch")
+        for tokens, us in ((16, 5), (1024, 9))
+        for backend in ("nvlink", "torch")
+    ]
+    lines = table_lines(capsys, records)
+    assert lines[0].endswith("top-2, bf16, 8 SMs")
+    assert lines[4:8] == [
+        "Dispatch, us",
+        "  way               routing  size   16 tokens  1,024 tokens",
+        "  hybrid_ep nvlink  fresh    exact          5             9",
+        "  hybrid_ep torch   fresh    exact          5             9",
+    ]
 
 
 def test_charts_against_sms(tmp_path: Path) -> None:

@@ -24,6 +24,12 @@ COMMANDS = {
     "scaling": ["plan", "--scaling"],
     "simulation": ["plan", "--simulate", "--dtype", "bf16", "--tokens", "256"],
     "bench": ["bench", "--read", str(ROOT / "benchmarks/results/h200x2.json")],
+    "bench_details": [
+        "bench",
+        "--details",
+        "--read",
+        str(ROOT / "benchmarks/results/h200x2.json"),
+    ],
     "bench_by_tokens": ["bench", "--read", str(ROOT / "benchmarks/results/h200x2_tokens.json")],
 }
 # Runs the commands in a terminal that it makes as wide as asked, and elsewhere.
