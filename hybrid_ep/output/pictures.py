@@ -84,10 +84,16 @@ def write(figure: Any, path: Path) -> None:
     load_pyplot().close(figure)
 
 
-def arrange(pyplot: Any, rows: Sequence[Sequence[Panel | None]], title: str) -> Any:
-    """A figure of rows of panels below a title; each panel keeps its own size and margins."""
+def arrange(
+    pyplot: Any,
+    rows: Sequence[Sequence[Panel | None]],
+    title: str,
+    *,
+    panel_width: float = PANEL_WIDTH,
+) -> Any:
+    """A figure of rows of panels below a title; each panel keeps its own height and margins."""
     heights = [max(panel.height for panel in row if panel) for row in rows]
-    width = PANEL_WIDTH * len(rows[0])
+    width = panel_width * len(rows[0])
     lines = textwrap.wrap(title, int((width - 2 * _EDGE) / _TITLE_INCHES_PER_CHARACTER))
     above = 0.25 + 0.25 * len(lines)
     height = sum(heights) + above
@@ -101,10 +107,10 @@ def arrange(pyplot: Any, rows: Sequence[Sequence[Panel | None]], title: str) -> 
     for row, row_height in zip(rows, heights, strict=True):
         for column, panel in enumerate(row):
             if panel is not None:
-                left = column * PANEL_WIDTH
+                left = column * panel_width
                 put(panel.title, left + _EDGE, top - 0.2, fontweight="bold", fontsize=12)
                 put(panel.subtitle, left + _EDGE, top - 0.43, fontsize=10, color=GREY)
-                wide = PANEL_WIDTH - panel.left - panel.right
+                wide = panel_width - panel.left - panel.right
                 high = panel.height - _ABOVE - _BELOW
                 place = (left + panel.left, top - _ABOVE - high, wide, high)
                 panel.draw(figure.add_axes(_fractions(place, width, height)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -30,14 +31,9 @@ def plot_overlaps(report: dict[str, Any], path: Path) -> bool:
     panels = [list(records) for _, records in by_shape]
     if not panels:
         return False
-    figure, cells = pyplot.subplots(
-        len(panels), 1, figsize=(10, 1 + 4.4 * len(panels)), squeeze=False
-    )
-    for cell, records in zip(cells.flat, panels, strict=True):
-        _draw(cell, records)
-    figure.suptitle(f"{report['device']}, commit {report['commit']}")
-    figure.tight_layout()
-    pictures.write(figure, path)
+    title = f"hybrid_ep on {report['device']}, commit {report['commit']}: beside matrix products"
+    rows = [[_panel(records)] for records in panels]
+    pictures.write(pictures.arrange(pyplot, rows, title, panel_width=11), path)
     return True
 
 
@@ -60,23 +56,40 @@ def curves(records: list[dict[str, Any]]) -> dict[str, Points]:
     return {name: sorted(points) for name, points in found.items()}
 
 
-def _draw(cell: Any, records: list[dict[str, Any]]) -> None:
-    for name, points in curves(records).items():
-        is_measured = name.startswith("hybrid_ep")
-        if is_measured:
-            cell.plot(*zip(*points, strict=True), marker="o", label=name)
-            continue
-        cell.plot(*zip(*points, strict=True), linestyle="--", color="gray")
-        cell.annotate(name, points[-1], xytext=(0, 4), textcoords="offset points", ha="right")
-    for record in records:
-        if record["sms"] is None:
-            cell.axhline(record["both_us"], color="black", linestyle=":", label=name_of(record))
-    cell.axhline(records[0]["products_alone_us"], color="gray", label="products alone")
+def _panel(records: list[dict[str, Any]]) -> pictures.Panel:
+    draw = functools.partial(_draw, records)
+    title = "Time of both streams against the SMs of communication"
+    sizes = f"{title_of(records[0])}; {products_of(records[0])}"
+    return pictures.Panel(draw, title, sizes, 4.8, left=0.9, right=4.5)
+
+
+def _draw(records: list[dict[str, Any]], cell: Any) -> None:
+    ends = []
     ticks = sorted({record["sms"] for record in records if record["sms"] is not None})
+    lines = _constants(records)
+    by_name = curves(records)
+    ours = [name for name in by_name if name.startswith("hybrid_ep")]
+    for name, points in by_name.items():
+        colour, style, marker = pictures.GREY, "--", ""
+        if name in ours:
+            number = ours.index(name)
+            colour, style = pictures.COLOURS[number % len(pictures.COLOURS)], "-"
+            marker = pictures.MARKERS[number % len(pictures.MARKERS)]
+        cell.plot(*zip(*points, strict=True), style, marker=marker, color=colour, clip_on=False)
+        ends.append(pictures.End(*points[-1], f"{name}  {points[-1][1]:,.0f}", colour))
+    for name, us in lines.items():
+        cell.axhline(us, color=pictures.GREY, linestyle=":")
+        ends.append(pictures.End(max(ticks, default=1), us, f"{name}  {us:,.0f}", pictures.GREY))
+    if ticks:
+        cell.set_xlim(ticks[0], max(ticks[-1], ticks[0] + 1))
     cell.set_xticks(ticks, map(str, ticks))
-    title = f"{title_of(records[0])}\n{products_of(records[0])}"
-    cell.set(title=title, xlabel="SMs of communication", ylabel="us, both streams")
-    cell.title.set_fontsize("small")
-    cell.margins(x=0.12)
-    cell.legend(fontsize="x-small")
-    cell.grid(alpha=0.3)
+    cell.set(xlabel="SMs of communication", ylabel="us")
+    cell.yaxis.set_major_formatter("{x:,.0f}")
+    cell.grid()
+    pictures.label_ends(cell, ends)
+
+
+def _constants(records: list[dict[str, Any]]) -> dict[str, float]:
+    """What has no number of SMs: the products alone, and ways that choose their own."""
+    ways = {name_of(r): r["both_us"] for r in records if r["sms"] is None}
+    return {"products alone": records[0]["products_alone_us"], **ways}
