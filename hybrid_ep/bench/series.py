@@ -20,6 +20,7 @@ SHAPE = {
 }
 KINDS = ("fresh, exact size", "fresh, max_rows", "cached", "combine", "backward")
 BARE = "all_to_all"
+CARRIERS = {"nccl": "NCCL", "gloo": "gloo"}  # of plain torch
 
 
 def kind_of(record: Record) -> str:
@@ -81,7 +82,7 @@ def call_of(record: Record) -> str:
 
 def name_of_baseline(backend: str) -> str:
     """One of ``BASELINES`` in words."""
-    return "bare all_to_all" if backend == BARE else f"plain torch over {backend.upper()}"
+    return "bare all_to_all" if backend == BARE else f"plain torch over {CARRIERS[backend]}"
 
 
 def colour_of(rank: int | None) -> str:

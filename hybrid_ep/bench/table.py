@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_ep.bench.details import print_details
 from hybrid_ep.bench.fits import fits
 from hybrid_ep.bench.options import BASELINES
-from hybrid_ep.bench.series import BARE, Record, call_of
+from hybrid_ep.bench.series import BARE, CARRIERS, Record, call_of
 from hybrid_ep.output import tables
 
 SIZES = {
@@ -88,8 +88,7 @@ def _ways(records: Iterable[Record]) -> Iterator[str]:
     named = {record["way"]: record["backend"] for record in records}
     for way, backend in named.items():
         if way in meanings:
-            told = backend.upper() if way == "plain torch" else backend
-            yield f"{way}: {meanings[way].format(told)}."
+            yield f"{way}: {meanings[way].format(CARRIERS.get(backend, backend))}."
 
 
 def _axis(records: Sequence[Record]) -> str:

@@ -11,6 +11,7 @@ import pytest
 
 from hybrid_ep.demo import command as demo
 from hybrid_ep.demo.model import NUM_EXPERTS
+from hybrid_ep.demo.picture import _names
 from hybrid_ep.demo.report import Report
 from hybrid_ep.demo.text import load_text, unigram_bits
 from hybrid_ep_cli.main import make_parser
@@ -47,6 +48,15 @@ def test_it_trains(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
 
         height, width, _ = image.imread(tmp_path / "demo.png").shape
         assert height > 400 and width > 1000
+
+
+def test_the_map_names_each_rank_where_there_is_room() -> None:
+    places, names = _names(layers=2, num_ranks=2, of_a_rank=4)
+    assert names == ["layer 0, rank 0", "rank 1", "layer 1, rank 0", "rank 1"]
+    assert places == [1.5, 5.5, 9.5, 13.5], "the middles of four rows each"
+    places, names = _names(layers=3, num_ranks=16, of_a_rank=1)
+    assert names == ["layer 0", "layer 1", "layer 2"]
+    assert places == [7.5, 23.5, 39.5]
 
 
 @pytest.mark.parametrize(
