@@ -78,7 +78,7 @@ bench: setup  ## measure dispatch and combine
 kernel-times:  ## build build/kernel_times, which times the kernels without Python
 	@mkdir -p build
 	@nvcc -std=c++17 -O3 --threads=0 --expt-relaxed-constexpr -gencode=arch=compute_90,code=sm_90 -Icsrc -o build/kernel_times \
-	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/*.cpp csrc/kernels/*/one_node.cu csrc/kernels/route/assign_rows.cu csrc/kernels/ceilings.cu
+	    benchmarks/kernel_times.cpp csrc/runtime.cpp csrc/call_state.cpp csrc/copy_engine.cpp csrc/memory/*.cpp csrc/kernels/*/one_node.cu csrc/kernels/route/assign_rows.cu csrc/kernels/ceilings.cu csrc/kernels/loading.cpp
 
 compare-kernels: build  ## which kernels differ in machine code from the extensions in the folder BEFORE
 	@$(PY) tools/compare_kernels.py $(BEFORE) hybrid_ep

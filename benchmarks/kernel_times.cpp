@@ -166,7 +166,7 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
     for (int i = 0; i < kInputs; ++i) inputs.push_back(draw(shape, random));
     const int row_bytes = shape.hidden * 2, local = shape.experts / shape.ranks;
     const int64_t most_rows = int64_t(shape.tokens) * shape.ranks * std::min(shape.topk, local);
-    auto *words = room<int32_t>(runtime.handle_words()), *counts = room<int32_t>(2 * local + 2);
+    auto *words = room<int32_t>(runtime.handle_words()), *sizes = room<int32_t>(4 * local + 4);
     auto *rows = room<char>(most_rows * row_bytes), *ballast = room<char>(kBallastBytes),
          *y = room<char>(int64_t(shape.tokens) * row_bytes);
     auto* row_weights = room<float>(most_rows);
@@ -178,11 +178,13 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
 
     for (int call = 0; call < kWarmup + kCalls; ++call) {
         const Inputs& in = inputs[call % kInputs];
-        hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1};
-        const hybrid_ep::NewLayout layout{words, counts, counts + local, counts + 2 * local + 1};
+        hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1, nullptr, 0, 0};
+        int32_t* told = sizes + 2 * local + 2;
+        const hybrid_ep::NewLayout layout{words,    sizes,    sizes + local,
+                                          told,     told + 1, reinterpret_cast<int64_t*>(told + 2)};
         const uint64_t ticket = runtime.route(choices, layout, true, on);
-        const auto needed = runtime.required_rows(ticket, on, [] { return false; });
-        if (!needed) break;
+        const auto offsets = runtime.await_offsets(ticket, on, [] { return false; });
+        if (!offsets) break;
         barrier(board, shape.ranks);
         keep_busy(ballast, stream);  // so that the host is ahead of the GPU
         // the ranks meet in a dispatch that is not timed
@@ -197,10 +199,10 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
                                    /*dtypes*/ 0,
                                    shape.tokens,
                                    words};
-        const hybrid_ep::Received received{rows, row_weights, nullptr, *needed};
+        const hybrid_ep::Received received{rows, row_weights, nullptr, offsets->back()};
         runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[0], stream);
-        choices.max_rows = *needed;
+        choices.max_rows = offsets->back();
         runtime.dispatch_fresh(choices, layout, sent, received, on);
         cudaEventRecord(marks[1], stream);
         runtime.dispatch(sent, received, on);

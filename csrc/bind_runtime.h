@@ -15,8 +15,8 @@ namespace hybrid_ep {
 
 namespace py = pybind11;
 
-using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t>;
-using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
+using ChoicesTuple = std::tuple<uintptr_t, int, int64_t, int, int, int64_t, uintptr_t, int, int>;
+using NewLayoutTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t>;
 using SentTuple = std::tuple<uintptr_t, int64_t, int, uintptr_t, int64_t, uintptr_t, int64_t, int,
                              int, int, uintptr_t, int>;
 using ReceivedTuple = std::tuple<uintptr_t, uintptr_t, uintptr_t, int64_t>;
@@ -66,15 +66,15 @@ inline bool is_interrupted() {
 }
 
 // Blocks the thread, not Python: other threads run, and Ctrl-C is heard.
-inline std::optional<int64_t> await_required_rows(const Runtime& runtime, uint64_t ticket,
-                                                  uintptr_t stream) {
-    std::optional<int64_t> rows;
+inline std::optional<std::vector<int32_t>> await_offsets(const Runtime& runtime, uint64_t ticket,
+                                                         uintptr_t stream) {
+    std::optional<std::vector<int32_t>> offsets;
     {
         py::gil_scoped_release released;
-        rows = runtime.required_rows(ticket, stream, is_interrupted);
+        offsets = runtime.await_offsets(ticket, stream, is_interrupted);
     }
     if (PyErr_Occurred() != nullptr) throw py::error_already_set();
-    return rows;
+    return offsets;
 }
 
 // How it is made, and its memory, are each module's.
@@ -131,7 +131,7 @@ inline py::class_<Runtime> bind_runtime(py::module_& m) {
                                        from<Weighted>(weighted), stream);
              })
         .def("destroy", &Runtime::destroy, py::call_guard<py::gil_scoped_release>())
-        .def("required_rows", &await_required_rows)
+        .def("await_offsets", &await_offsets)
         .def("give_up", &Runtime::give_up, py::call_guard<py::gil_scoped_release>())
         .def("num_routes", &Runtime::num_routes, py::call_guard<py::gil_scoped_release>())
         .def("fault", &Runtime::fault)

@@ -9,7 +9,8 @@
 
 namespace hybrid_ep {
 
-CallState::CallState(const RuntimeConfig& config) : timeout_s_(config.timeout_s) {
+CallState::CallState(const RuntimeConfig& config)
+    : timeout_s_(config.timeout_s), num_local_experts_(config.num_experts / config.num_ranks) {
     try {
         make(config);
     } catch (...) {
@@ -32,12 +33,13 @@ void CallState::make(const RuntimeConfig& config) {
         check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
     }
     void* host = nullptr;
-    const size_t host_bytes = sizeof(Fault) + kMailSlots * sizeof(Mail);
+    const size_t fault_bytes = layout::round_up<size_t>(sizeof(Fault), 128);
+    const size_t host_bytes = fault_bytes + kMailSlots * mail_bytes();
     check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
                "mapped host memory");
     std::fill_n(static_cast<char*>(host), host_bytes, 0);
     fault_ = static_cast<Fault*>(host);
-    mail_ = reinterpret_cast<Mail*>(fault_ + 1);
+    mail_ = static_cast<char*>(host) + fault_bytes;
 }
 
 void CallState::destroy() {
@@ -48,6 +50,7 @@ void CallState::destroy() {
     trace_ = {};
     state_ = nullptr;
     fault_ = nullptr;
+    mail_ = nullptr;
 }
 
 Watch CallState::watch(const void* calls) const {
@@ -65,9 +68,9 @@ int64_t CallState::num_routes() const {
     return int64_t(state.epoch[int(layout::Phase::kRoute)]);
 }
 
-std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t stream,
-                                                bool (*is_interrupted)()) const {
-    const auto* mail = mail_of(ticket);
+std::optional<std::vector<int32_t>> CallState::await_offsets(uint64_t ticket, cudaStream_t stream,
+                                                             bool (*is_interrupted)()) const {
+    Mail* mail = mail_of(ticket);
     const auto start = std::chrono::steady_clock::now();
     // the kernels keep the deadline; this one is for a GPU that makes no progress at all
     const auto deadline = std::chrono::duration<double>(2 * timeout_s_ + 10);
@@ -82,7 +85,7 @@ std::optional<int64_t> CallState::required_rows(uint64_t ticket, cudaStream_t st
         }
         std::this_thread::yield();
     }
-    return mail->required_rows;
+    return std::vector<int32_t>(mail->offsets(), mail->offsets() + num_local_experts_ + 1);
 }
 
 std::vector<TraceEvent> CallState::take_trace() {

@@ -1,5 +1,5 @@
-// What kernels and host share besides the symmetric memory: call counters, faults, the number of
-// rows on its way to the host, the trace.
+// What kernels and host share besides the symmetric memory: call counters, faults, the offsets of
+// rows on their way to the host, the trace.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -35,29 +35,34 @@ class CallState {
     int64_t num_routes() const;
     const Trace& trace() const { return trace_; }
 
-    // Where the next exact dispatch sends its number of rows: the ticket tells it from others.
+    // Where the next exact dispatch sends its offsets: the ticket tells it from others.
     uint64_t next_ticket() { return ++tickets_; }
-    Mail* mail_of(uint64_t ticket) const { return &mail_[ticket % kMailSlots]; }
+    Mail* mail_of(uint64_t ticket) const {
+        return reinterpret_cast<Mail*>(mail_ + ticket % kMailSlots * mail_bytes());
+    }
 
-    // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
-    // came first or the deadline passed. Throws what CUDA says if the kernels failed.
-    // `is_interrupted` is asked now and then whether to end the wait.
-    std::optional<int64_t> required_rows(uint64_t ticket, cudaStream_t stream,
-                                         bool (*is_interrupted)()) const;
+    // Blocks the host until the mail of `ticket`, sent on `stream`, is there: the offsets of the
+    // rows, the last of which is their number. Nothing if a fault came first or the deadline
+    // passed. Throws what CUDA says if the kernels failed. `is_interrupted` is asked now and then
+    // whether to end the wait.
+    std::optional<std::vector<int32_t>> await_offsets(uint64_t ticket, cudaStream_t stream,
+                                                      bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
     // What the kernels noted since the last time; waits for the GPU.
     std::vector<TraceEvent> take_trace();
 
   private:
     void make(const RuntimeConfig& config);
+    size_t mail_bytes() const { return size_t(Mail::bytes(num_local_experts_)); }
 
     static constexpr int kMailSlots = 256;
 
     double timeout_s_;
+    int num_local_experts_;
     Trace trace_{};
     DeviceState* state_ = nullptr;  // device memory
     Fault* fault_ = nullptr;        // mapped host memory, with the mail behind it
-    Mail* mail_ = nullptr;
+    char* mail_ = nullptr;
     uint64_t tickets_ = 0;
 };
 

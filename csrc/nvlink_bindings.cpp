@@ -1,5 +1,6 @@
 // hybrid_ep._nvlink: the runtime as Python sees it. Addresses and streams are integers.
 #include "bind_runtime.h"
+#include "kernels/loading.h"
 #include "kernels/maps.h"
 #include "one_node.h"
 
@@ -8,7 +9,7 @@ using namespace hybrid_ep;
 namespace {
 
 using MapToTopkTuple = std::tuple<uintptr_t, int64_t, int64_t, uintptr_t, int64_t, int64_t, int,
-                                  int, int, uintptr_t, uintptr_t, uintptr_t>;
+                                  int, int, uintptr_t, uintptr_t, uintptr_t, int>;
 using TopkToDenseTuple = std::tuple<uintptr_t, uintptr_t, int, int, int, int, uintptr_t>;
 
 }  // namespace
@@ -29,6 +30,14 @@ PYBIND11_MODULE(_nvlink, m) {
           py::call_guard<py::gil_scoped_release>());
 
     // Of no Buffer; on the current device.
+    m.def(
+        "load_kernels",
+        [](int device) {
+            const DeviceGuard guard(device);
+            kernels::load_kernels();
+        },
+        py::call_guard<py::gil_scoped_release>());
+    m.def("num_kernels", &kernels::num_kernels);
     m.def("map_to_topk", [](const MapToTopkTuple& p, uintptr_t stream) {
         kernels::launch_map_to_topk(from<kernels::MapToTopkParams>(p),
                                     reinterpret_cast<cudaStream_t>(stream));

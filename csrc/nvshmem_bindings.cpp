@@ -2,6 +2,7 @@
 // integers. Its types are its own: hybrid_ep._nvlink may have some of the same name.
 #include "bind_runtime.h"
 #include "kernels/delaying_card.h"
+#include "kernels/loading.h"
 #include "kernels/several_nodes.h"
 #include "network/nvshmem_heap.h"
 #include "preconditions.h"
@@ -50,6 +51,7 @@ PYBIND11_MODULE(_nvshmem, m) {
             self.post_puts(card->queue(), card);
         });
 
+    m.def("num_kernels", &kernels::num_kernels);
     m.def("built_version", &network::nvshmem_built_version);
     m.def("loaded_version", &network::nvshmem_loaded_version);
     m.def("unique_id", [] { return py::bytes(network::nvshmem_unique_id()); });

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "kernels/loading.h"
 #include "preconditions.h"
 
 namespace hybrid_ep {
@@ -36,6 +37,7 @@ Runtime::Runtime(const RuntimeConfig& config, const Target& target)
     DeviceGuard guard(config.device);
     require_shared_memory(config.device);
     require_at_most("bytes of symmetric memory", symmetric_bytes(), target.most_bytes);
+    kernels::load_kernels();
 
     // one block per SM, all resident: no grid is larger than what runs at once
     int num_sms = 0;
@@ -300,10 +302,10 @@ int64_t Runtime::copy_peer(int peer, int64_t num_bytes, int num_sms, bool push, 
 
 // ---- around the verbs
 
-std::optional<int64_t> Runtime::required_rows(uint64_t ticket, uintptr_t stream,
-                                              bool (*is_interrupted)()) const {
+std::optional<std::vector<int32_t>> Runtime::await_offsets(uint64_t ticket, uintptr_t stream,
+                                                           bool (*is_interrupted)()) const {
     const std::shared_ptr<CallState> calls = calls_;
-    return calls->required_rows(ticket, to_stream(stream), is_interrupted);
+    return calls->await_offsets(ticket, to_stream(stream), is_interrupted);
 }
 
 std::optional<FaultReport> Runtime::fault() const {

@@ -2,7 +2,7 @@
 // node, NVSHMEM and the loopback of tests are values of Target.
 //
 // Python checks every tensor before it gets here and passes plain addresses. Only
-// required_rows(), destroy() and what reads counters wait for the GPU.
+// await_offsets(), destroy() and what reads counters wait for the GPU.
 #pragma once
 
 #include <memory>
@@ -57,8 +57,8 @@ class Runtime {
 
     // ---- the verbs
 
-    // Publishes the routing and makes the handle. With `want_mail` the number of rows is sent to
-    // the host: returns the ticket for required_rows(), else 0.
+    // Publishes the routing and makes the handle. With `want_mail` the offsets of the rows are sent
+    // to the host: returns the ticket for await_offsets(), else 0.
     uint64_t route(const Choices& choices, const NewLayout& layout, bool want_mail,
                    uintptr_t stream);
 
@@ -89,10 +89,11 @@ class Runtime {
 
     // ---- around the verbs
 
-    // Blocks the host until the mail of `ticket`, sent on `stream`, is there; nothing if a fault
-    // came first or the deadline passed. Throws what CUDA says if the kernels failed.
-    std::optional<int64_t> required_rows(uint64_t ticket, uintptr_t stream,
-                                         bool (*is_interrupted)()) const;
+    // Blocks the host until the mail of `ticket`, sent on `stream`, is there: the offsets of the
+    // rows, the last of which is their number. Nothing if a fault came first or the deadline
+    // passed. Throws what CUDA says if the kernels failed.
+    std::optional<std::vector<int32_t>> await_offsets(uint64_t ticket, uintptr_t stream,
+                                                      bool (*is_interrupted)()) const;
     std::optional<FaultReport> fault() const;
     // Tells the peers of my node and of my rail that this rank makes no more calls, for a reason of
     // errors.py. Does not wait for a kernel: it may be that no SM is free.

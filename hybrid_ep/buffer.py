@@ -149,6 +149,7 @@ class Buffer:
         *,
         scales: Tensor | None = None,
         handle: Handle | None = None,
+        most: Tensor | None = None,
         max_rows: int | None = None,
         align: int = 1,
         num_sms: int | None = None,
@@ -167,6 +168,10 @@ class Buffer:
             scales: ``[T, S]`` of any dtype, moved along with x; not differentiable: scales that
                 require a gradient get none.
             handle: replay this layout instead of routing anew (recompute; the peers replay it too).
+            most: of ``map_to_topk``, on the device: int32, with the most experts of a token among
+                its elements. If a token has more than topk_idx has columns, on any rank, the call
+                is a ValueError on every rank; on a GPU for good, and with ``max_rows`` it is raised
+                by a later call or by ``Buffer.check``. Nothing waits for it. None: nobody looks.
             max_rows: bound on M. With it nothing waits for the host, rows beyond the bound are
                 dropped (the last experts lose theirs first) and ``handle.overflow`` says so. None:
                 M is exact. Like align, of any integer type (numpy's too).
@@ -187,7 +192,16 @@ class Buffer:
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
         return ops.dispatch(
-            buffer.communicator, x, topk_idx, topk_weights, scales, handle, max_rows, align, num_sms
+            buffer.communicator,
+            x,
+            topk_idx,
+            topk_weights,
+            scales,
+            handle,
+            most,
+            max_rows,
+            align,
+            num_sms,
         )
 
     def combine(

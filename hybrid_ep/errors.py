@@ -31,6 +31,30 @@ class GroupError(RuntimeError):
     """Ranks of the group stopped answering; commands print the text without a traceback."""
 
 
+class TooManyExperts(ValueError):
+    """A token has more experts than it has slots for, on some rank; raised on all ranks.
+
+    Attributes:
+        rank: whose token it is; where several ranks have such tokens, one of them.
+        experts: the most experts of a token of that rank.
+    """
+
+    MOST_TOLD = 1023  # by the kernels, csrc/layout/announcement.h
+
+    def __init__(self, *, rank: int, experts: int, ends: bool) -> None:
+        number = f"at least {experts:,}" if experts == self.MOST_TOLD else f"{experts:,}"
+        super().__init__(
+            f"a token of rank {rank} has {number} experts, more than its topk_idx has columns"
+            + ("; this Buffer cannot be used any more" if ends else "")
+        )
+        self.rank, self.experts, self._ends = rank, experts, ends
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels between processes by pickle, whole."""
+        told = {"rank": self.rank, "experts": self.experts, "ends": self._ends}
+        return functools.partial(TooManyExperts, **told), ()
+
+
 class PeerError(RuntimeError):
     """A rank waited for a peer that died, came too late, gave up, or made a different call.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,10 +32,12 @@ class Handle:
     layout: Tensor
     counts: Tensor
     offsets: Tensor
-    _required_rows: Tensor  # the last of its words
+    # int32; its last words: required_rows, overflow, and padded_counts of 8 bytes each
+    _sizes: Tensor
     num_tokens: int
     num_rows: int
     max_rows: int | None
+    _host_offsets: Sequence[int] | None = None
 
     def __repr__(self) -> str:
         """The sizes that the host knows: to read a tensor would wait for the GPU."""
@@ -47,7 +50,24 @@ class Handle:
     @property
     def required_rows(self) -> Tensor:
         """Int32 ``[]``; rows that nothing dropped would have needed, padding included."""
-        return self._required_rows.view(-1)[-1]
+        return self._sizes[-2 - 2 * self.counts.shape[0]]
+
+    @property
+    def overflow_word(self) -> Tensor:
+        """Int32 ``[1]`` on the device: 1 exactly when rows were dropped on this rank, else 0.
+
+        ``overflow`` as a number, without a kernel.
+        """
+        at = 2 * self.counts.shape[0]
+        return self._sizes[-1 - at : -at]
+
+    @property
+    def padded_counts(self) -> Tensor:
+        """Int64 ``[num_local_experts]``; rows of each local expert, padding included.
+
+        The differences of ``offsets``, without a kernel.
+        """
+        return self._sizes[-2 * self.counts.shape[0] :].view(torch.int64)
 
     @property
     def overflow(self) -> Tensor:
@@ -60,15 +80,18 @@ class Handle:
     def host_offsets(self) -> tuple[int, ...] | None:
         """``offsets`` as ints, where the host knows them without a wait; else None.
 
-        It knows them on the CPU, and on a GPU not yet.
+        It knows them on the CPU, and on a GPU where M is exact: they come with it. But not in
+        ``torch.compile``, nor where something else watches ops, such as a dispatch mode.
         """
+        if self._host_offsets is not None:
+            return tuple(self._host_offsets)
         return tuple(self.offsets.tolist()) if self.offsets.device.type == "cpu" else None
 
     def outside_inference_mode(self) -> Handle:
         """The same handle with ordinary tensors in the same memory, which autograd may save."""
         with torch.inference_mode(False):
-            tensors = (self.layout, self.counts, self.offsets, self._required_rows)
-            sizes = self.num_tokens, self.num_rows, self.max_rows
+            tensors = (self.layout, self.counts, self.offsets, self._sizes)
+            sizes = self.num_tokens, self.num_rows, self.max_rows, self._host_offsets
             return Handle(*map(_in_the_same_memory, tensors), *sizes)
 
 

@@ -6,7 +6,7 @@ then -1:
 
     0 1 0 0 1 0  -->  1  4 -1        topk 3
     0 0 0 0 0 0  --> -1 -1 -1
-    1 1 1 0 0 1  -->  0  1  2        one expert is left out: most is 4
+    1 1 1 0 0 1  -->  0  1  2        one expert is left out: the most are 4
 
 All of it is exact. On a GPU a kernel of the nvlink extension does each (``backends/cuda/maps``),
 torch does elsewhere, and where somebody watches ops (a compiler, a tracer), with the same bits.
@@ -41,8 +41,9 @@ def map_to_topk(
     Returns:
         tuple: int16 ``[T, K]``, the experts in ascending order, then -1. A token with more than K
         of them keeps the first K. Then float32 ``[T, K]``, the probs of these experts, +0.0 where
-        there is none; None without probs. Then int32 ``[]``, the most experts that a token has:
-        more than K if some were left out, 0 without tokens.
+        there is none; None without probs. Then int32 ``[B]``, the most experts of a token in each
+        of B groups of the tokens, B being 1 or more, 0 for a group without tokens: a number
+        beyond K says that experts were left out. ``dispatch(..., most=...)`` makes it an error.
 
     Raises:
         ValueError: an argument breaks a rule.
@@ -161,7 +162,7 @@ def _check_float32(name: str, tensor: Tensor) -> None:
 def _find_experts(
     routing_map: Tensor, probs: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Experts int16 ``[T, K]``, their probs, and the most experts of any token, int32 ``[]``."""
+    """Experts int16 ``[T, K]``, their probs, and the most experts of tokens, int32 ``[B]``."""
     if not watched(routing_map, probs) and kernels.serve(routing_map.device):
         return kernels.map_to_topk(routing_map, probs, topk)
     num_tokens, num_experts = routing_map.shape
@@ -171,9 +172,9 @@ def _find_experts(
     found = keys.topk(topk, dim=1).values
     topk_idx = torch.where(found > 0, num_experts - found, -1).to(torch.int16)
     if num_tokens == 0:
-        most = torch.zeros((), dtype=torch.int32, device=device)
+        most = torch.zeros(1, dtype=torch.int32, device=device)
     else:
-        most = routing_map.sum(dim=1, dtype=torch.int32).amax()
+        most = routing_map.sum(dim=1, dtype=torch.int32).amax(dim=0, keepdim=True)
     return topk_idx, None if probs is None else _gather(probs, topk_idx), most
 
 

@@ -55,6 +55,11 @@ def check_dispatch(case: Case, expected: list[Expected], results: Results) -> No
         assert got["num_tokens"] == case.num_tokens(rank), f"dispatch, rank {rank}"
         same_bytes(got["counts"], want.counts, f"dispatch, counts of rank {rank}")
         same_bytes(got["offsets"], want.offsets, f"dispatch, offsets of rank {rank}")
+        assert got["overflow_word"].tolist() == [int(want.overflow)], f"dispatch, rank {rank}"
+        padded = want.offsets.diff().long()
+        same_bytes(got["padded_counts"], padded, f"dispatch, padded counts of rank {rank}")
+        if got["host_offsets"] is not None:
+            assert list(got["host_offsets"]) == want.offsets.tolist(), f"dispatch, rank {rank}"
         same_bytes(got["rows"], want.rows, f"dispatch, rows of rank {rank}")
         for name in ("weights", "scales"):
             wanted = getattr(want, name)

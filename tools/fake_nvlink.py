@@ -110,13 +110,14 @@ class Fake:
         self.given = {"Choices": choices, "NewLayout": new_layout, "Sent": sent}
         return 1
 
-    def required_rows(self, ticket: int, stream: int) -> int:
-        self.note("required_rows")
+    def await_offsets(self, ticket: int, stream: int) -> list[int]:
+        self.note("await_offsets")
         if self.interrupts:
             raise KeyboardInterrupt
         if self.while_waiting is not None:
             self.while_waiting()
-        return self.num_rows
+        experts = self.config.num_experts // self.config.num_ranks
+        return [0] * experts + [self.num_rows]
 
     def pull(self, received: Fields, stream: int) -> None:
         self.is_half_made = False

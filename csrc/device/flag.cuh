@@ -87,7 +87,8 @@ __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, 
     const uint64_t mine =
         *const_cast<const volatile uint64_t*>(announcement_at(watch.state, phase));
     const uint64_t theirs = announced_by(watch, peer, mine);
-    if (theirs == 0 || theirs == mine || layout::verb_of(theirs) != layout::verb_of(mine)) {
+    if (theirs == 0 || layout::belong_together(theirs, mine) ||
+        layout::verb_of(theirs) != layout::verb_of(mine)) {
         return false;
     }
     report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, theirs, mine);

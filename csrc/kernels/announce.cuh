@@ -28,7 +28,7 @@ __device__ inline void announce(const Context& c, Phase phase, uint64_t announce
 
 // One thread. False: another verb than mine, or give up.
 __device__ inline bool is_as_mine(const Context& c, const Awaited& a, uint64_t theirs) {
-    if (theirs == a.mine) return true;
+    if (layout::belong_together(theirs, a.mine)) return true;
     if (theirs == layout::nothing_announced(a.mine)) {  // the first to find out has reported it
         report_fault(c.watch, FaultKind::kTimeout, a.phase, a.source, 0, a.epoch,
                      (a.epoch - 1) << 16);
@@ -115,20 +115,30 @@ __device__ inline uint64_t announcement_behind_route(const int32_t* words, uint3
 
 // One thread: its announcement, which the layout keeps.
 __device__ inline uint64_t begin_route(const Context& c, int32_t* words, int num_tokens,
-                                       uint64_t epoch) {
+                                       int experts_beyond, uint64_t epoch) {
     const uint64_t verb = current_verb(c.watch.state);
     const uint64_t route = c.watch.state->layout_base + epoch;
     words[layout::HandleLayout::kNumTokens] = num_tokens;
     words[layout::HandleLayout::kRouteNumber] = int32_t(route);
     words[layout::HandleLayout::kRouteVerb] = int32_t(verb);
-    return layout::announcement(verb, route, int(Phase::kRoute), c.buffer.topk);
+    return layout::announcement(verb, route, int(Phase::kRoute),
+                                layout::route_signature(c.buffer.topk, experts_beyond));
+}
+
+// The whole warp: the most experts of any token, if they are more than it has slots for, else 0.
+__device__ inline int find_experts_beyond(const Choices& choices) {
+    int most = 0;
+    for (int i = lane_id(); i < choices.num_most; i += kWarp) most = max(most, choices.most[i]);
+    most = __reduce_max_sync(kAllLanes, most);
+    return most > choices.slots ? most : 0;
 }
 
 // The warp that begins a route: tells the ranks of my node; returns the announcement.
-__device__ inline uint64_t announce_route(const Context& c, int32_t* words, int num_tokens,
+__device__ inline uint64_t announce_route(const Context& c, int32_t* words, const Choices& choices,
                                           uint64_t epoch) {
+    const int experts_beyond = find_experts_beyond(choices);
     uint64_t mine = 0;
-    if (lane_id() == 0) mine = begin_route(c, words, num_tokens, epoch);
+    if (lane_id() == 0) mine = begin_route(c, words, choices.num_tokens, experts_beyond, epoch);
     mine = __shfl_sync(kAllLanes, mine, 0);
     announce(c, Phase::kRoute, mine, lane_id(), kWarp);
     return mine;

@@ -74,7 +74,8 @@ __global__ void __launch_bounds__(kThreads) copy_peer(const __grid_constant__ Co
 }  // namespace
 
 void launch_copy_peer(const CopyPeerParams& p, cudaStream_t stream) {
-    launch(copy_peer, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1), stream);
+    launch(kKernel<copy_peer>, p, p.num_blocks, kThreads, layout::dynamic_smem_bytes(p.ring, 1),
+           stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -24,7 +24,7 @@ __global__ void give_up(const __grid_constant__ GiveUpParams p) {
 
 template <typename Network>
 void launch_give_up(const NodesContext& context, const uint64_t& reason, cudaStream_t stream) {
-    launch(give_up<Network>, {context, reason}, 1, 1, 0, stream);
+    launch(kKernel<give_up<Network>>, {context, reason}, 1, 1, 0, stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

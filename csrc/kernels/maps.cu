@@ -7,13 +7,12 @@ namespace {
 
 using namespace device;
 
-constexpr int kThreads = 256;
-constexpr int kTokens = kThreads / kWarp;  // of a block, a warp each
+constexpr int kThreads = 512;
+constexpr int kTokens = kThreads / kWarp;  // of a block at a time, a warp each
 
-// 32 experts at a time: an expert's slot is how many come before it.
-__global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ MapToTopkParams p) {
-    const int64_t token = int64_t(blockIdx.x) * kTokens + warp_id();
-    if (token >= p.num_tokens) return;
+// The whole warp, 32 experts at a time: an expert's slot is how many come before it. Returns how
+// many the token has.
+__device__ __forceinline__ int list_experts(const MapToTopkParams& p, int64_t token) {
     const bool* map = p.map + token * p.map_stride;
     const float* probs = p.probs + token * p.probs_stride;
     int16_t* topk_idx = p.topk_idx + token * p.topk;
@@ -34,7 +33,21 @@ __global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ 
         topk_idx[slot] = -1;
         if (p.probs != nullptr) weights[slot] = 0.f;
     }
-    if (lane_id() == 0) atomicMax(p.most, found);
+    return found;
+}
+
+__global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ MapToTopkParams p) {
+    __shared__ int most_of_warp[kTokens];
+    int most = 0;
+    for (int64_t token = int64_t(blockIdx.x) * kTokens + warp_id(); token < p.num_tokens;
+         token += int64_t(gridDim.x) * kTokens) {
+        most = max(most, list_experts(p, token));
+    }
+    if (lane_id() == 0) most_of_warp[warp_id()] = most;
+    __syncthreads();
+    if (warp_id() != 0) return;
+    most = __reduce_max_sync(kAllLanes, lane_id() < kTokens ? most_of_warp[lane_id()] : 0);
+    if (lane_id() == 0) p.most[blockIdx.x] = most;
 }
 
 // A lane an expert: its values in the order of the slots, added to zero.
@@ -54,20 +67,19 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-int blocks_of(int num_tokens) { return (num_tokens + kTokens - 1) / kTokens; }
-
 }  // namespace
 
 void launch_map_to_topk(const MapToTopkParams& p, cudaStream_t stream) {
-    if (p.num_tokens > 0) launch(map_to_topk, p, blocks_of(p.num_tokens), kThreads, 0, stream);
+    launch(kKernel<map_to_topk>, p, p.num_blocks, kThreads, 0, stream);
 }
 
 void launch_topk_to_dense(const TopkToDenseParams& p, cudaStream_t stream) {
     if (p.num_tokens == 0) return;
-    const auto kernel = p.idx_bytes == 2   ? topk_to_dense<int16_t>
-                        : p.idx_bytes == 4 ? topk_to_dense<int32_t>
-                                           : topk_to_dense<int64_t>;
-    launch(kernel, p, blocks_of(p.num_tokens), kThreads, 0, stream);
+    const auto kernel = p.idx_bytes == 2   ? kKernel<topk_to_dense<int16_t>>
+                        : p.idx_bytes == 4 ? kKernel<topk_to_dense<int32_t>>
+                                           : kKernel<topk_to_dense<int64_t>>;
+    const int blocks = (p.num_tokens + kTokens - 1) / kTokens;
+    launch(kernel, p, blocks, kThreads, 0, stream);
 }
 
 }  // namespace hybrid_ep::kernels

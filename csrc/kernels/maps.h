@@ -16,7 +16,8 @@ struct MapToTopkParams {
     int num_tokens, num_experts, topk;
     int16_t* topk_idx;  // [T, K]
     float* weights;     // [T, K]
-    int32_t* most;      // of the experts of a token; zero before
+    int32_t* most;      // [num_blocks] the most experts of a token, of those that a block takes
+    int num_blocks;     // at least 1
 };
 void launch_map_to_topk(const MapToTopkParams& p, cudaStream_t stream);
 

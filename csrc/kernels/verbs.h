@@ -13,13 +13,18 @@ struct Choices {
     int64_t idx_stride;
     int num_tokens;
     int align;
-    int64_t max_rows;  // < 0: no bound
+    int64_t max_rows;     // < 0: no bound
+    const int32_t* most;  // [num_most] the largest is the most experts of a token, before the last
+    int num_most;         // were left out; none, where nobody knows
+    int slots;            // for the experts of a token, topk at most
 };
 
 // A layout to be made, and what Python wants to know of it.
 struct NewLayout {
     int32_t* words;
     int32_t *counts, *offsets, *required_rows;
+    int32_t* overflow;       // 1 where rows were dropped, else 0
+    int64_t* padded_counts;  // [num_local_experts] rows of each, with padding, within the bound
 };
 
 // What a dispatch sends: a row for each token, with weights and scales or without.

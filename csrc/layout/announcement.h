@@ -23,7 +23,32 @@ HYBRID_EP_HD uint64_t announcement(uint64_t verb, uint64_t route, int phase, uin
            (signature & 0xFFFF);
 }
 HYBRID_EP_HD uint32_t verb_of(uint64_t announcement) { return uint32_t(announcement >> 40); }
+HYBRID_EP_HD int phase_of(uint64_t announcement) { return int(announcement >> 16 & 3); }
+
+// The signature of a route is topk, and above it the most experts of any token of the rank, if they
+// are more than the token has slots for, else 0. So all ranks hear of such a token before the route
+// ends. It is no part of what must be equal.
+constexpr int kTopkBits = 6, kMostExpertsTold = 1023;
+static_assert(kMaxTopk < 1 << kTopkBits, "topk fits below the experts in a route's signature");
+HYBRID_EP_HD uint32_t route_signature(int topk, int experts_beyond) {
+    return uint32_t(topk | min_of(experts_beyond, kMostExpertsTold) << kTopkBits);
+}
+// Of a route; kMostExpertsTold: so many or more.
+HYBRID_EP_HD int experts_beyond(uint64_t announcement) {
+    return int(announcement >> kTopkBits & kMostExpertsTold);
+}
+HYBRID_EP_HD uint64_t what_must_be_equal(uint64_t announcement) {
+    constexpr int kRoute = 0;  // Phase::kRoute
+    const uint64_t beyond = uint64_t(kMostExpertsTold) << kTopkBits;
+    return phase_of(announcement) == kRoute ? announcement & ~beyond : announcement;
+}
+HYBRID_EP_HD bool belong_together(uint64_t announcement, uint64_t other) {
+    return what_must_be_equal(announcement) == what_must_be_equal(other);
+}
+
 // What is passed on of a rank that has announced nothing within the deadline: a phase that is none.
-HYBRID_EP_HD uint64_t nothing_announced(uint64_t mine) { return mine | 3 << 16; }
+HYBRID_EP_HD uint64_t nothing_announced(uint64_t mine) {
+    return what_must_be_equal(mine) | 3 << 16;
+}
 
 }  // namespace hybrid_ep::layout

@@ -16,7 +16,8 @@ enum class FaultKind : uint64_t {
     kOtherCall = 2,
     kBadExpert = 3,
     kPeerGaveUp = 4,
-    kAwaitedInVain = 5,  // by another rank, which has told
+    kAwaitedInVain = 5,   // by another rank, which has told
+    kTooManyExperts = 6,  // of a token of `peer`, `seen` of them: more than it has slots for
 };
 
 // In mapped host memory. `kind` is written last.
@@ -27,11 +28,16 @@ struct Fault {
     uint64_t mine;  // kOtherCall: my announcement, `seen` is the peer's
 };
 
-// The number of rows of an exact dispatch, on its way to the waiting host. In mapped host memory;
-// `ticket` is written last.
+// The offsets of the rows of an exact dispatch, the last of which is their number, on their way to
+// the waiting host. In mapped host memory; `ticket` is written last.
 struct Mail {
     uint64_t ticket;
-    int64_t required_rows;
+
+    // [num_local_experts + 1], behind the ticket.
+    HYBRID_EP_HD int32_t* offsets() { return reinterpret_cast<int32_t*>(this + 1); }
+    HYBRID_EP_HD static int bytes(int num_local_experts) {
+        return layout::round_up(int(sizeof(Mail)) + (num_local_experts + 1) * 4, 128);
+    }
 };
 
 // What tells that a call, or a part of it, is done (device/flag.cuh).

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
 
 class Route(NamedTuple):
-    """Who sends what into which row; the fields are those of ``Handle``.
-
-    The last word of ``required_rows`` counts: without an op it may be a tensor that holds others.
-    """
+    """Who sends what into which row; the fields are those of ``Handle``."""
 
     layout: Tensor
     counts: Tensor
     offsets: Tensor
-    required_rows: Tensor
+    sizes: Tensor
+    host_offsets: Sequence[int] | None = None
+
+
+Moved = tuple[Tensor, Tensor | None, Tensor | None]
+"""Rows, their weights and their scales."""
 
 
 class Backend(Protocol):
@@ -33,8 +36,20 @@ class Backend(Protocol):
     sms_of_a_call: tuple[int, int | None]  # at least, at most
     last_call: int  # by which layouts are told apart; the backend of a restore() goes on from it
 
-    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
-        """Agree with all ranks on the rows; `topk_idx` is ``[T, K]``, -1 for no expert."""
+    def route(
+        self,
+        topk_idx: Tensor,
+        *,
+        max_rows: int | None,
+        align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
+    ) -> Route:
+        """Agree with all ranks on the rows; `topk_idx` is ``[T, K]``, -1 for no expert.
+
+        ``most``, int32 and dense, has the most experts of a token among its elements: more than
+        ``slots`` on some rank end the call on all of them.
+        """
         ...
 
     def dispatch(
@@ -46,7 +61,7 @@ class Backend(Protocol):
         *,
         num_rows: int | None,
         num_sms: int = 0,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Moved:
         """Move ``x [T, H]``, float32 ``weights [T, K]`` and ``scales [T, S]`` into rows.
 
         ``num_rows`` None means: as many as the layout needs, which may make the host wait.
@@ -63,9 +78,11 @@ class Backend(Protocol):
         *,
         max_rows: int | None,
         align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
         num_sms: int = 0,
-    ) -> tuple[Tensor | None, ...]:
-        """What route returns, then what dispatch does.
+    ) -> tuple[Route, Moved]:
+        """What route returns, and what dispatch does.
 
         Of the tensors of the route all but the layout may share memory.
         """

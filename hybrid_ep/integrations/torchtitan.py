@@ -96,7 +96,7 @@ class HybridEpDispatcher(BaseEPTokenDispatcher):
             buffer, x_TD, topk_expert_ids_TK, topk_scores_TK.float(), max_rows=max_rows, align=align
         )
         metadata = EPDispatchMetadata(state=(buffer, out.handle, out.weights))
-        return out.rows, out.offsets.diff().long(), metadata
+        return out.rows, out.handle.padded_counts, metadata
 
     def combine(
         self,

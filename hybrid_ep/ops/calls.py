@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
+from hybrid_ep.backends import Moved, Route
 from hybrid_ep.communicator import Communicator
 from hybrid_ep.handle import Dispatched, Handle
 from hybrid_ep.ops import gradients, rules, verbs
@@ -35,6 +36,7 @@ def dispatch(
     topk_weights: Tensor | None,
     scales: Tensor | None,
     handle: Handle | None,
+    most: Tensor | None,
     max_rows: int | None,
     align: int,
     num_sms: int | None,
@@ -47,19 +49,36 @@ def dispatch(
         )
     num_sms = rules.check_num_sms(communicator, "dispatch", num_sms)
     if handle is None:
+        given = topk_idx
         topk_idx, topk_weights = _widened(communicator.shape.topk, topk_idx, topk_weights)
         max_rows, align = rules.check_route(communicator, topk_idx, max_rows, align)
         num_tokens = topk_idx.shape[0]
+        slots = 0
+        if most is not None:
+            rules.check_most(communicator, most)
+            most, slots = most.contiguous(), given.shape[1]
         rules.check_dispatch(communicator, x, topk_weights, scales, num_tokens)
-        layout, counts, offsets, required, rows, weights, row_scales = _route_and_dispatch(
-            communicator, topk_idx, x, topk_weights, _constant(scales), max_rows, align, num_sms
+        made, (rows, weights, row_scales) = _route_and_dispatch(
+            communicator,
+            topk_idx,
+            x,
+            topk_weights,
+            _constant(scales),
+            most,
+            slots,
+            max_rows,
+            align,
+            num_sms,
         )
-        num_rows = rows.shape[0]
-        handle = Handle(layout, counts, offsets, required, num_tokens, num_rows, max_rows)
+        *tensors, host_offsets = made
+        handle = Handle(*tensors, num_tokens, rows.shape[0], max_rows, host_offsets)
         handle = _for_autograd(handle)
     else:
-        if max_rows is not None or align != 1:
-            raise ValueError("a replayed layout has its max_rows and align, pass neither")
+        if max_rows is not None or align != 1 or most is not None:
+            raise ValueError(
+                "a replayed layout has its max_rows and align, and most is for a new one: pass "
+                "none of them"
+            )
         rules.check_handle(communicator, handle)
         handle = _for_autograd(handle)
         num_tokens = handle.num_tokens
@@ -148,33 +167,32 @@ def _route_and_dispatch(
     x: Tensor,
     weights: Tensor | None,
     scales: Tensor | None,
+    most: Tensor | None,
+    slots: int,
     max_rows: int | None,
     align: int,
     num_sms: int,
-) -> tuple[Tensor | None, ...]:
-    """The fields of ``backends.Route``, and then what dispatch gives.
-
-    One call of the backend where that can be.
-    """
-    if verbs.watched(topk_idx, x, weights, scales):
+) -> tuple[Route, Moved]:
+    """One call of the backend where that can be."""
+    if verbs.watched(topk_idx, x, weights, scales, most):
         order = forward_order(communicator.device)
-        sizes = communicator.shape.num_local_experts, communicator.layout_size
-        made = verbs.route_op(topk_idx, max_rows, align, *sizes, communicator.id, order)
+        sizes = communicator.shape.num_local_experts, communicator.layout_size, communicator.id
+        made = Route(*verbs.route_op(topk_idx, most, slots, max_rows, align, *sizes, order))
         num_rows = max_rows
         if max_rows is None and order is not None:
-            num_rows = verbs.rows_op(made[3], communicator.id).shape[0]
-        num_tokens = topk_idx.shape[0]
-        inputs = x, weights, scales, made[0], num_tokens, num_rows, num_sms
-        return *made, *_dispatch(communicator, *inputs)
+            num_rows = verbs.rows_op(made.sizes[0], communicator.id).shape[0]
+        inputs = x, weights, scales, made.layout, topk_idx.shape[0], num_rows, num_sms
+        return made, _dispatch(communicator, *inputs)
     rules.check_experts(communicator, topk_idx)
+    sizing = {"max_rows": max_rows, "align": align, "num_sms": num_sms}
+    if most is not None:
+        sizing |= {"most": most, "slots": slots}
     if gradients.needs_grad(x, weights):
         made = []
-        inputs = x, weights, scales, topk_idx, max_rows, align, num_sms, communicator, made
+        inputs = x, weights, scales, topk_idx, sizing, communicator, made
         moved = gradients.apply_dispatch_fresh(*inputs)
-        return *made, *moved
-    return communicator.verbs.dispatch_fresh(
-        topk_idx, x, weights, scales, max_rows=max_rows, align=align, num_sms=num_sms
-    )
+        return made[0], moved
+    return communicator.verbs.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
 
 
 def _dispatch(
@@ -186,7 +204,7 @@ def _dispatch(
     num_tokens: int,
     num_rows: int | None,
     num_sms: int,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
+) -> Moved:
     """Rows, and their weights and scales, by a layout."""
     inputs = x, weights, scales, layout, num_tokens, num_rows, num_sms, communicator.id
     if verbs.watched(x, weights, scales, layout):

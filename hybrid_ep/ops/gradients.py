@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled
 
+from hybrid_ep.backends import Moved, Route
 from hybrid_ep.communicator import Communicator, find
 from hybrid_ep.ops import registration, rules, verbs
 from hybrid_ep.ops.registration import backward_order
@@ -168,7 +169,7 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _DispatchFresh(torch.autograd.Function):
-    """The route is put into a list: each output of a Function costs a gradient, be it of zeros."""
+    """The Route is put into a list: each output of a Function costs a gradient, be it of zeros."""
 
     @staticmethod
     def forward(
@@ -177,23 +178,19 @@ class _DispatchFresh(torch.autograd.Function):
         weights: Tensor | None,
         scales: Tensor | None,
         topk_idx: Tensor,
-        max_rows: int | None,
-        align: int,
-        num_sms: int,
+        sizing: dict[str, Any],
         communicator: Communicator,
-        made: list[Tensor],
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        output = communicator.verbs.dispatch_fresh(
-            topk_idx, x, weights, scales, max_rows=max_rows, align=align, num_sms=num_sms
-        )
-        made.extend(output[:4])
-        inputs = (x, weights, scales, made[0], x.shape[0], max_rows, num_sms, communicator.id)
-        _save_dispatch(ctx, inputs, output[4:])
-        return output[4:]
+        made: list[Route],
+    ) -> Moved:
+        route, moved = communicator.verbs.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
+        made.append(route)
+        sizes = x.shape[0], sizing["max_rows"], sizing["num_sms"], communicator.id
+        _save_dispatch(ctx, (x, weights, scales, route.layout, *sizes), moved)
+        return moved
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        return *_dispatch_backward(ctx, *grads), None
+        return *_dispatch_backward(ctx, *grads)[:2], *(None,) * 5
 
 
 class _Combine(torch.autograd.Function):

@@ -66,7 +66,7 @@ def _exchange(communicator: Communicator, peers: range) -> list[str]:
     topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=device)
     summed = shape.dtype if shape.dtype in SUM_DTYPES else torch.bfloat16
     with torch.no_grad():
-        out = dispatch(communicator, sent, topk_idx, None, None, None, None, 1, None)
+        out = dispatch(communicator, sent, topk_idx, None, None, None, None, None, 1, None)
         home = combine(communicator, out.rows.to(summed), out.handle, None, None)
     wrong = []
     for source, row in enumerate(out.rows):  # one of each rank, in their order

@@ -66,6 +66,16 @@ def check_route(
     return bound, align
 
 
+def check_most(communicator: Communicator, most: Tensor) -> None:
+    """What says how many experts a token has, for a device that is not asked."""
+    _check_device(communicator, "most", most)
+    if most.dtype != torch.int32 or most.numel() == 0:
+        raise ValueError(
+            "most must be int32 with one element or more, as map_to_topk returns it, got "
+            f"{most.dtype} {list(most.shape)}"
+        )
+
+
 def check_num_sms(communicator: Communicator, verb: str, num_sms: int | None) -> int:
     """The SMs that a call may take; 0 for those of the Config.
 

@@ -96,6 +96,8 @@ def combine_backward_now(
 
 def _run_route(
     topk_idx: Tensor,
+    most: Tensor | None,
+    slots: int,
     max_rows: int | None,
     align: int,
     experts: int,
@@ -106,18 +108,24 @@ def _run_route(
     rules.check_route(communicator, topk_idx, max_rows, align)
     rules.check_sizes(communicator, experts=experts, layout_size=layout_size)
     rules.check_experts(communicator, topk_idx)
-    return tuple(communicator.verbs.route(topk_idx, max_rows=max_rows, align=align))
+    sizing = {"max_rows": max_rows, "align": align}
+    if most is not None:
+        rules.check_most(communicator, most)
+        sizing |= {"most": most.contiguous(), "slots": slots}
+    return tuple(communicator.verbs.route(topk_idx, **sizing)[:4])  # what is on the host is left
 
 
 def _fake_route(
     topk_idx: Tensor,
+    most: Tensor | None,
+    slots: int,
     max_rows: int | None,
     align: int,
     experts: int,
     layout_size: int,
     buffer_id: int,
 ) -> tuple[Tensor, ...]:
-    shapes = ([layout_size], [experts], [experts + 1], [])
+    shapes = ([layout_size], [experts], [experts + 1], [2 + 2 * experts])
     return tuple(topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
@@ -214,8 +222,8 @@ def _fake_combine_backward(
 
 route_op = registration.define(
     "route",
-    "Tensor topk_idx, SymInt? max_rows, SymInt align, SymInt experts, SymInt layout_size, "
-    "SymInt buffer_id",
+    "Tensor topk_idx, Tensor? most, SymInt slots, SymInt? max_rows, SymInt align, SymInt experts, "
+    "SymInt layout_size, SymInt buffer_id",
     "(Tensor, Tensor, Tensor, Tensor)",
     run=_run_route,
     fake=_fake_route,

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 import hybrid_ep
 from hybrid_ep import group, ops
-from hybrid_ep.backends.cuda import nvshmem, settings
+from hybrid_ep.backends.cuda import maps, nvshmem, settings
 from hybrid_ep.ops import round_trip
 from tests.cases import Case
 from tests.launch import Rank
@@ -112,6 +112,7 @@ def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[N
             (torch.cuda, "synchronize", lambda device=None: None),
             (ops, "prepare_order", lambda device: None),
             (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+            (maps, "load", lambda device: None),  # the other extension is no fake
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield

@@ -105,9 +105,10 @@ def questions(me: Rank, case: Case, align: int, max_rows: int | None) -> dict[st
     buffer = me.buffer(**case.sizes())
     inputs = case.inputs(me.rank)
     sizing = {"max_rows": max_rows, "align": align}
-    layout, *_, rows, weights, _ = buffer.communicator.verbs.dispatch_fresh(
+    route, (rows, weights, _) = buffer.communicator.verbs.dispatch_fresh(
         inputs.topk_idx, inputs.x, inputs.weights, inputs.scales, **sizing
     )
+    layout = route.layout
     calls = {
         "route": lambda: buffer.communicator.verbs.route(inputs.topk_idx, **sizing),
         "fresh": lambda: buffer.communicator.verbs.dispatch_fresh(
@@ -206,9 +207,10 @@ def waits(me: Rank, case: Case, align: int, max_rows: int | None) -> dict[str, i
 
     verbs_ = buffer.communicator.verbs
     counted("route", lambda: verbs_.route(topk_idx, **sizing))
-    layout, *_, rows, row_weights, _ = counted(
+    route, (rows, row_weights, _) = counted(
         "fresh", lambda: verbs_.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
     )
+    layout = route.layout
     counted("replay", lambda: verbs_.dispatch(x, weights, None, layout, num_rows=len(rows)))
     sums = rows, row_weights, row_weights, layout
     counted("combine", lambda: verbs_.combine(*sums, num_tokens=len(x)))

@@ -14,13 +14,13 @@ def verify(me: Rank, sizes: dict[str, Any], spoils: str | None = None, on_rank: 
     """What the round trip says; on one rank the first row that a verb hands out may be spoiled."""
     buffer = me.buffer(**sizes)
     if spoils is not None and me.rank == on_rank:
-        # a fresh dispatch returns its route before the rows
-        verb, place = {"dispatch": ("dispatch_fresh", 4), "combine": ("combine", 0)}[spoils]
+        verb = {"dispatch": "dispatch_fresh", "combine": "combine"}[spoils]
         good = getattr(buffer.communicator.verbs, verb)
 
         def spoiled(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
             made = good(*args, **kwargs)
-            made[place][0, -1] += 1
+            rows = made[1][0] if spoils == "dispatch" else made[0]
+            rows[0, -1] += 1
             return made
 
         setattr(buffer.communicator.verbs, verb, spoiled)

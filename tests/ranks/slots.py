@@ -59,5 +59,5 @@ def values_beside_rows(me: Rank, case: Case) -> dict[str, Any]:
         "forward": ((y, home), grads),
         "without values": ((y,), (plain,)),
         "backward": (back, (sent.rows, sent.weights)),
-        "offsets": (on_host, tuple(offsets) if me.device.type == "cpu" else None),
+        "offsets": (on_host, tuple(offsets)),
     }

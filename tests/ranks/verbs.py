@@ -59,6 +59,9 @@ def of_dispatch(out: hybrid_ep.Dispatched) -> dict[str, Any]:
         "offsets": out.offsets,
         "required_rows": int(out.handle.required_rows),
         "overflow": bool(out.handle.overflow),
+        "overflow_word": out.handle.overflow_word,
+        "padded_counts": out.handle.padded_counts.clone(),  # torch.save wants memory of one dtype
+        "host_offsets": out.handle.host_offsets,
         "num_tokens": out.handle.num_tokens,
     }
 

@@ -115,8 +115,12 @@ def test_opcheck(alone, op, bound):
     row_weights = out.weights.detach().requires_grad_()
     order = torch.zeros(1, dtype=torch.int64, device=alone.device)
     sizes = buffer.num_local_experts, buffer.layout_size
+    most = torch.tensor([0, buffer.topk], dtype=torch.int32, device=alone.device)
     arguments = {
-        "route": [(topk_idx, bound, 1, *sizes, buffer.id)],
+        "route": [
+            (topk_idx, None, 0, bound, 1, *sizes, buffer.id),
+            (topk_idx, most, buffer.topk, bound, 1, *sizes, buffer.id),
+        ],
         "dispatch": [
             (x, weights, None, layout, len(x), bound, 0, buffer.id),
             (x, None, None, layout, len(x), bound, 4, buffer.id),

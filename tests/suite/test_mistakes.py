@@ -123,6 +123,27 @@ def route_max_rows_tensor(call: Call):
     call.dispatch(max_rows=torch.tensor(16))
 
 
+def route_most_dtype(call: Call):
+    call.dispatch(most=torch.ones(1, device=call.me.device))
+
+
+def route_most_empty(call: Call):
+    call.dispatch(most=torch.ones(0, dtype=torch.int32, device=call.me.device))
+
+
+def route_most_device(call: Call):
+    call.dispatch(most=torch.ones(1, dtype=torch.int32, device="meta"))
+
+
+def replay_with_most(call: Call):
+    most = torch.ones(1, dtype=torch.int32, device=call.me.device)
+    hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle, most=most)
+
+
+def route_most_number(call: Call):
+    call.dispatch(most=3)
+
+
 def route_neither(call: Call):
     hybrid_ep.dispatch(call.buffer, call.x)
 
@@ -212,6 +233,10 @@ CALLS = [
     (route_align_bool, "align must be an integer of at least 1, got True"),
     (route_max_rows_bool, "non-negative multiple of align=1, got True"),
     (route_max_rows_tensor, "non-negative multiple of align=1, got tensor(16)"),
+    (route_most_dtype, "most must be int32 with one element or more, as map_to_topk returns"),
+    (route_most_empty, "as map_to_topk returns it, got torch.int32 [0]"),
+    (route_most_device, "most must be on the Buffer's DEVICE, got meta"),
+    (replay_with_most, "and most is for a new one"),
     (route_neither, "either topk_idx or a handle to replay, got neither"),
     (route_and_handle, "either topk_idx or a handle to replay, got both"),
     (replay_with_max_rows, "a replayed layout has its max_rows"),
@@ -334,6 +359,7 @@ TYPES = [
     (combine_no_rows, "rows must be a tensor, got None"),
     (combine_rows_dispatched, "rows must be a tensor, got one of type Dispatched"),
     (combine_weights_list, "weights must be a tensor, got one of type list"),
+    (route_most_number, "most must be a tensor, got one of type int"),
 ]
 
 

@@ -373,9 +373,9 @@ def test_an_op_checks_what_it_is_given(alone):
     with pytest.raises(ValueError, match="x must have as many tokens"):
         ops.dispatch(layer.x, None, None, layout, 1, None, 0, buffer.id)
     with pytest.raises(ValueError, match="topk_idx must be int16"):
-        ops.route(layer.topk_idx.float(), None, 1, *sizes, buffer.id)
+        ops.route(layer.topk_idx.float(), None, 0, None, 1, *sizes, buffer.id)
     with pytest.raises(ValueError, match="experts must be that of the Buffer"):
-        ops.route(layer.topk_idx, None, 1, sizes[0] + 1, sizes[1], buffer.id)
+        ops.route(layer.topk_idx, None, 0, None, 1, sizes[0] + 1, sizes[1], buffer.id)
     with pytest.raises(ValueError, match="combine sums"):
         ops.combine(layer.x.int(), None, None, layout, len(layer.x), 0, 0, buffer.id)
     with pytest.raises(ValueError, match="layout_size must be that of the Buffer"):

@@ -22,7 +22,7 @@ NCCL_TIMEOUT_S = 600.0  # torch's default for NCCL, after which its watchdog end
 
 
 def longest_call_s(timeout_s: float) -> float:
-    """Seconds until the last error of a call: csrc/call_state.cpp, required_rows."""
+    """Seconds until the last error of a call: csrc/call_state.cpp, await_offsets."""
     return 2 * timeout_s + 10
 
 

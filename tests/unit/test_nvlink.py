@@ -129,7 +129,7 @@ def quiet(alone):
 
 def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
     out = quiet.dispatch()
-    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
+    assert quiet.asked() == ["publish_fresh", "await_offsets", "pull"]
     assert out.rows.shape[0] == 24
     quiet.dispatch(max_rows=32)
     assert quiet.asked() == ["dispatch_fresh"]
@@ -142,11 +142,15 @@ def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
 def test_the_sizes_of_a_fresh_dispatch_are_parts_of_one_small_tensor(quiet):
     out = quiet.dispatch(max_rows=32)
     handle, experts = out.handle, quiet.buffer.num_local_experts
-    told = (ctypes.c_int32 * (2 * experts + 2)).from_address(quiet.given("NewLayout")["counts"])
-    told[:] = range(2 * experts + 2)  # as the kernels do
+    told = (ctypes.c_int32 * (4 * experts + 4)).from_address(quiet.given("NewLayout")["counts"])
+    told[:] = range(4 * experts + 4)  # as the kernels do
     assert out.counts.tolist() == list(range(experts))
     assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
-    assert (handle.required_rows.shape, int(handle.required_rows)) == ((), 2 * experts + 1)
+    assert (handle.required_rows.shape, int(handle.required_rows)) == ((), 2 * experts + 2)
+    assert handle.overflow_word.tolist() == [2 * experts + 3]
+    words = told[2 * experts + 4 :]
+    assert handle.padded_counts.dtype == torch.int64
+    assert handle.padded_counts.view(torch.int32).tolist() == words
     assert handle.counts is out.counts and handle.offsets is out.offsets
     out.counts.zero_()  # all_reduce, say: nobody else's business
     assert out.offsets.tolist() == list(range(experts, 2 * experts + 1))
@@ -158,7 +162,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
     x, topk_idx, weights = quiet.inputs.x, quiet.inputs.topk_idx, quiet.inputs.weights
     tokens, hidden = x.shape
     out = quiet.dispatch()
-    routed = {"num_tokens": tokens, "align": 1, "max_rows": -1}
+    routed = {"num_tokens": tokens, "align": 1, "max_rows": -1, "most": 0, "num_most": 0}
     assert quiet.given("Choices").items() >= routed.items()
     assert quiet.given("Choices")["topk_idx"] == topk_idx.data_ptr()
     assert quiet.given("Choices")["idx_bytes"] == topk_idx.element_size()
@@ -167,6 +171,8 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "counts": out.counts.data_ptr(),
         "offsets": out.offsets.data_ptr(),
         "required_rows": out.handle.required_rows.data_ptr(),
+        "overflow": out.handle.overflow_word.data_ptr(),
+        "padded_counts": out.handle.padded_counts.data_ptr(),
     }
     sent = {
         "x": x.data_ptr(),
@@ -336,7 +342,7 @@ def failing(quiet, error):
 @pytest.mark.parametrize("error", [MemoryError("made up"), KeyboardInterrupt()])
 def test_an_exact_dispatch_that_gets_no_rows_is_ended_without_any(quiet, error):
     failing(quiet, error)
-    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
+    assert quiet.asked() == ["publish_fresh", "await_offsets", "pull"]
     assert quiet.given("Received") == dict.fromkeys(("rows", "weights", "scales", "num_rows"), 0)
     quiet.dispatch(max_rows=32)
 
@@ -394,7 +400,7 @@ def test_a_second_thread_is_refused_while_an_exact_dispatch_waits(quiet):
 
     quiet.fake.while_waiting = call_from_another_thread
     quiet.dispatch()
-    assert quiet.asked() == ["publish_fresh", "required_rows", "pull"]
+    assert quiet.asked() == ["publish_fresh", "await_offsets", "pull"]
     assert "another thread is in a call of this Buffer" in told[0]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from hybrid_ep.backends.cuda import nvshmem_library
+from hybrid_ep.backends.cuda import nvlink, nvshmem, nvshmem_library
 from hybrid_ep.doctor import machine, nvidia
 from tests.cases import Case
 from tests.ranks import no_traces
@@ -96,8 +96,9 @@ def test_DeepEP_699_every_build_refuses_torch_headers_and_features_by_macro(
     ("source", "line", "says"),
     [
         ("kernels/x.cuh", 'asm volatile("");', "belong in csrc/device/"),
-        ("runtime.cpp", "kernel<<<1, 1>>>();", "launched in csrc/kernels/"),
-        ("network/x.cpp", "cudaLaunchKernelEx(&c, k, p);", "launched in csrc/kernels/"),
+        ("runtime.cpp", "kernel<<<1, 1>>>();", "launched by launch()"),
+        ("network/x.cpp", "cudaLaunchKernelEx(&c, k, p);", "launched by launch()"),
+        ("kernels/x.cu", "kernel<<<1, 1>>>();", "launched by launch()"),
         ("kernels/x.cu", "__global__ void copy(const Params& p) {", "parameters by value"),
         ("kernels/x.cu", "__global__ void copy(const Params* p) {", "parameters by value"),
         ("runtime.cpp", 'getenv("HYBRID_EP_SMS");', "environment variables"),
@@ -158,6 +159,22 @@ def test_every_build_refuses_headers_that_include_each_other(tmp_path):
 
 def test_the_sources_keep_the_layers():
     assert list(check_kernels.broken_rules(ROOT / "csrc")) == []
+
+
+def test_every_kernel_is_loaded_before_one_runs():
+    """But those of the card of tests, which loads its own."""
+    report = ROOT / "build" / "ptxas.log"
+    try:
+        extensions = [backend.load_extension() for backend in (nvlink, nvshmem)]
+    except ImportError as error:
+        pytest.skip(str(error))
+    if not report.exists():
+        pytest.skip("the extensions were not built here")
+    compiled = set(re.findall(r"Compiling entry function '(\S+)'", report.read_text()))
+    loaded = {name for name in compiled if "delaying_card_cu" not in name}
+    in_both = [name for name in loaded if "assign_rows_cu" in name]
+    assert len(compiled) - len(loaded) == 3 and len(in_both) == 1
+    assert sum(each.num_kernels() for each in extensions) == len(loaded) + len(in_both)
 
 
 def test_invariants_have_one_name_in_docs_and_sources():

@@ -233,13 +233,11 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     }
 }
 
-using Kernel = void (*)(CombineParams);
-
 template <bool kWeighted>
-Kernel pick(SumType type) {
-    return type == SumType::kBf16   ? combine<__nv_bfloat16, kWeighted>
-           : type == SumType::kFp16 ? combine<__half, kWeighted>
-                                    : combine<float, kWeighted>;
+auto pick(SumType type) {
+    return type == SumType::kBf16   ? kKernel<combine<__nv_bfloat16, kWeighted>>
+           : type == SumType::kFp16 ? kKernel<combine<__half, kWeighted>>
+                                    : kKernel<combine<float, kWeighted>>;
 }
 
 }  // namespace

@@ -105,9 +105,9 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
 
 template <bool kWeighted, typename Network>
 auto pick_combine(SumType type) {
-    return type == SumType::kBf16   ? combine<__nv_bfloat16, kWeighted, Network>
-           : type == SumType::kFp16 ? combine<__half, kWeighted, Network>
-                                    : combine<float, kWeighted, Network>;
+    return type == SumType::kBf16   ? kKernel<combine<__nv_bfloat16, kWeighted, Network>>
+           : type == SumType::kFp16 ? kKernel<combine<__half, kWeighted, Network>>
+                                    : kKernel<combine<float, kWeighted, Network>>;
 }
 
 template <typename Network>

@@ -98,9 +98,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 auto pick_backward(SumType type) {
-    return type == SumType::kBf16   ? combine_backward<__nv_bfloat16>
-           : type == SumType::kFp16 ? combine_backward<__half>
-                                    : combine_backward<float>;
+    return type == SumType::kBf16   ? kKernel<combine_backward<__nv_bfloat16>>
+           : type == SumType::kFp16 ? kKernel<combine_backward<__half>>
+                                    : kKernel<combine_backward<float>>;
 }
 
 }  // namespace
@@ -108,8 +108,8 @@ auto pick_backward(SumType type) {
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
     const auto launch_it =
         p.behind_routing ? launch_behind_ours<DispatchParams> : launch<DispatchParams>;
-    launch_it(dispatch, p, p.num_blocks, kDispatchThreads, layout::dynamic_smem_bytes(p.ring, 1),
-              stream);
+    launch_it(kKernel<dispatch>, p, p.num_blocks, kDispatchThreads,
+              layout::dynamic_smem_bytes(p.ring, 1), stream);
 }
 
 void launch_combine_backward(const CombineBackwardParams& p, cudaStream_t stream) {

@@ -143,9 +143,9 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 
 template <typename Network>
 auto pick_backward(SumType type) {
-    return type == SumType::kBf16   ? combine_backward<__nv_bfloat16, Network>
-           : type == SumType::kFp16 ? combine_backward<__half, Network>
-                                    : combine_backward<float, Network>;
+    return type == SumType::kBf16   ? kKernel<combine_backward<__nv_bfloat16, Network>>
+           : type == SumType::kFp16 ? kKernel<combine_backward<__half, Network>>
+                                    : kKernel<combine_backward<float, Network>>;
 }
 
 template <typename Network>
@@ -161,7 +161,7 @@ void launch_combine_backward(const NodesContext& context, const kernels::Combine
 template <typename Network>
 void launch_dispatch(const NodesContext& context, const kernels::DispatchParams& p,
                      cudaStream_t stream) {
-    launch(dispatch<Network>, {context, p, p.first_block}, p.first_block + p.num_blocks,
+    launch(kKernel<dispatch<Network>>, {context, p, p.first_block}, p.first_block + p.num_blocks,
            kDispatchThreads, max(layout::dynamic_smem_bytes(p.ring, 1), kSendSmemBytes), stream);
 }
 

@@ -1,17 +1,19 @@
 #include <nvshmem.h>
 
-#include "check.h"
+#include "kernels/launch.cuh"
 #include "kernels/several_nodes.h"
 
 namespace hybrid_ep::kernels::several_nodes {
 namespace {
 
-__global__ void quiet() { nvshmem_quiet(); }
+struct Nothing {};
+
+__global__ void quiet(Nothing) { nvshmem_quiet(); }
 
 }  // namespace
 
 void complete_puts() {
-    quiet<<<1, 1>>>();
+    launch(kKernel<quiet>, {}, 1, 1, 0, nullptr);
     check_cuda(cudaDeviceSynchronize(), "waiting for puts");
 }
 

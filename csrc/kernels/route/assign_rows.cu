@@ -84,17 +84,26 @@ __device__ __forceinline__ int bounded(const AssignRowsParams& p, int row) {
     return p.max_rows >= 0 && row > p.max_rows ? int(p.max_rows) : row;
 }
 
+// One block: the host, which waits for this. The barrier orders the offsets that all threads write
+// before the release, which is of the scope of the system: who sees the ticket sees all of them.
+__device__ void send_offsets(const AssignRowsParams& p, const Smem& smem) {
+    volatile int32_t* offsets = p.mail->offsets();
+    for (int e = threadIdx.x; e <= p.context.buffer.num_local_experts; e += kThreads) {
+        offsets[e] = smem.offsets[e];
+    }
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::store_release(&p.mail->ticket, p.ticket);
+}
+
 // One block: what Python and the host want to know.
 __device__ void report(const AssignRowsParams& p, const Smem& smem,
                        const layout::HandleView& handle) {
     const auto& b = p.context.buffer;
     const int experts = b.num_local_experts, required = smem.offsets[experts];
+    if (p.mail != nullptr) send_offsets(p, smem);
     if (threadIdx.x == 0) {
-        if (p.mail != nullptr) {
-            *reinterpret_cast<volatile int64_t*>(&p.mail->required_rows) = required;
-            ptx::store_release(&p.mail->ticket, p.ticket);
-        }
         *p.layout.required_rows = required;
+        *p.layout.overflow = p.max_rows >= 0 && required > p.max_rows;
         handle.header[layout::HandleLayout::kRequiredRows] = required;
         handle.header[layout::HandleLayout::kMayHavePadding] = p.align > 1 || p.max_rows >= 0;
         handle.header[layout::HandleLayout::kNumCopies] = smem.total[experts];
@@ -106,19 +115,35 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
         if (e == experts) continue;
         int kept = bounded(p, smem.offsets[e] + smem.total[e]) - begin;
         handle.counts[e] = p.layout.counts[e] = kept;
+        p.layout.padded_counts[e] = bounded(p, smem.offsets[e + 1]) - begin;
     }
+}
+
+// The whole block, once it has seen the announcements of all ranks: whether the tokens of all of
+// them have slots for their experts. All ranks see the same, so none goes on where one does not.
+__device__ bool have_slots_enough(const Context& c, uint64_t epoch, uint64_t mine) {
+    bool good = true;
+    for (int source = threadIdx.x; source < c.buffer.num_ranks; source += kThreads) {
+        const int experts = layout::experts_beyond(announced_by(c.watch, source, mine));
+        if (experts == 0) continue;
+        report_fault(c.watch, FaultKind::kTooManyExperts, Phase::kRoute, source, 0, epoch,
+                     uint64_t(experts));
+        good = false;
+    }
+    return __syncthreads_and(good);
 }
 
 // The whole block, invariant "calls in step": the peers make this verb too, not only a route of
 // this number. With the flags of all peers this makes a half of the routing inbox free ("half
-// free").
+// free"). And their tokens have slots for their experts.
 __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& handle,
                            uint64_t epoch) {
     const uint64_t mine =
         layout::announcement(uint32_t(handle.header[layout::HandleLayout::kRouteVerb]),
                              uint32_t(handle.header[layout::HandleLayout::kRouteNumber]),
                              int(Phase::kRoute), p.context.buffer.topk);
-    return await_all_by_block(p.context, Phase::kRoute, epoch, mine);
+    return await_all_by_block(p.context, Phase::kRoute, epoch, mine) &&
+           have_slots_enough(p.context, epoch, mine);
 }
 
 // A thread per token of the chunk; all threads of the block call it.
@@ -227,7 +252,7 @@ __global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p
 
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream) {
     const auto& b = p.context.buffer;
-    launch_behind_ours(assign_rows, p, b.num_ranks * b.num_chunks, kThreads,
+    launch_behind_ours(kKernel<assign_rows>, p, b.num_ranks * b.num_chunks, kThreads,
                        Smem::bytes(b.num_local_experts), stream);
 }
 

@@ -55,7 +55,8 @@ void launch_assign_rows(const NodesContext& context, const AssignRowsParams& p,
     kernels::launch_assign_rows(p, stream);
     const int blocks_per_node = layout::ceil_div(context.nodes.buffer.max_tokens, kThreads);
     const KeepRoutingParams keep{context, p.layout.words};
-    launch(keep_routing, keep, blocks_per_node * context.nodes.num_nodes, kThreads, 0, stream);
+    launch(kKernel<keep_routing>, keep, blocks_per_node * context.nodes.num_nodes, kThreads, 0,
+           stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

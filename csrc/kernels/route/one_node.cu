@@ -28,7 +28,7 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
     ChunkSmem smem(dynamic_smem, b);
     const Stopwatch stopwatch(p.context.trace);
     if (blockIdx.x == 0 && warp_id() == 0) {
-        announce_route(p.context, p.words, p.choices.num_tokens, epoch);
+        announce_route(p.context, p.words, p.choices, epoch);
     }
 
     for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
@@ -46,7 +46,8 @@ __global__ void __launch_bounds__(kThreads) publish_routing(const PublishRouting
 }  // namespace
 
 void launch_publish_routing(const PublishRoutingParams& p, cudaStream_t stream) {
-    launch(publish_routing, p, p.num_blocks, kThreads, ChunkSmem::bytes(p.context.buffer), stream);
+    launch(kKernel<publish_routing>, p, p.num_blocks, kThreads, ChunkSmem::bytes(p.context.buffer),
+           stream);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kThreads)
     const ChunkSmem smem(dynamic_smem, c.nodes.buffer);
     const Stopwatch publishing(c.world.trace);
     if (blockIdx.x == 0 && warp_id() == 0) {
-        announce_to_rail(c, network, announce_route(c.world, p.words, p.choices.num_tokens, epoch));
+        announce_to_rail(c, network, announce_route(c.world, p.words, p.choices, epoch));
     }
 
     for (int chunk = blockIdx.x; chunk < c.nodes.buffer.num_chunks; chunk += gridDim.x) {
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads)
 template <typename Network>
 void launch_publish_routing(const NodesContext& context, const kernels::PublishRoutingParams& p,
                             cudaStream_t stream) {
-    launch(publish_routing<Network>, {context, p.choices, p.num_blocks, p.words}, p.num_blocks,
-           kThreads, ChunkSmem::bytes(context.nodes.buffer), stream);
+    launch(kKernel<publish_routing<Network>>, {context, p.choices, p.num_blocks, p.words},
+           p.num_blocks, kThreads, ChunkSmem::bytes(context.nodes.buffer), stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -90,8 +90,12 @@ class Sent:
         return (rows, row_weights, row_scales), received
 
 
-def choices_of(topk_idx: Tensor, max_rows: int | None, align: int) -> tuple[Tensor, Fields]:
+def choices_of(
+    topk_idx: Tensor, max_rows: int | None, align: int, most: Tensor | None, slots: int
+) -> tuple[Tensor, Fields]:
     """The fields of a Choices, and the tensor whose address is among them: keep it until the call.
+
+    The same holds for ``most``, which is dense.
 
     Raises:
         ValueError: the size is to be exact in a CUDA graph.
@@ -104,7 +108,10 @@ def choices_of(topk_idx: Tensor, max_rows: int | None, align: int) -> tuple[Tens
         stride = topk_idx.shape[1]
     bound = -1 if max_rows is None else max_rows
     size, count = topk_idx.element_size(), topk_idx.shape[0]
-    return topk_idx, (topk_idx.data_ptr(), size, stride, count, align, bound)
+    fields = topk_idx.data_ptr(), size, stride, count, align, bound
+    if most is None:
+        return topk_idx, (*fields, 0, 0, 0)
+    return topk_idx, (*fields, most.data_ptr(), most.numel(), slots)
 
 
 def address_of(tensor: Tensor | None) -> int:

@@ -1,21 +1,22 @@
 """The verbs over CUDA kernels, whatever memory is under them: ``nvlink`` or ``nvshmem``.
 
 Python checks and owns the tensors; a runtime of ``csrc/`` gets their addresses (``arguments``) and
-launches the kernels on the current stream. The host waits only for M, only without ``max_rows``,
-and while its tokens are being published; with ``max_rows`` route and dispatch are one call.
+launches the kernels on the current stream. The host waits only for the offsets of the rows, the
+last of which is M, only without ``max_rows``, and while its tokens are being published; with
+``max_rows`` route and dispatch are one call.
 """
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, float32, int32
 
-from hybrid_ep.backends import Route, endings
+from hybrid_ep.backends import Moved, Route, endings
 from hybrid_ep.backends.cuda import settings
 from hybrid_ep.backends.cuda.arguments import (
     DENSE,
@@ -33,14 +34,14 @@ from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
-from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, give_up_reason
+from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, TooManyExperts, give_up_reason
 from hybrid_ep.group import Group
 from hybrid_ep.layout.handle_layout import find_padding
 from hybrid_ep.shape import MAX_SCALED_ROW_BYTES, Shape
 
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 # FaultKind in csrc/layout/runtime_state.h
-_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN = 2, 3, 4, 5
+_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN, _TOO_MANY_EXPERTS = 2, 3, 4, 5, 6
 _MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
 _ROUTES = (1 << 22) - 1  # the bits of a route's number in an announcement
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
@@ -89,7 +90,7 @@ class CudaBackend:
         self._num_local_experts, self._topk = shape.num_local_experts, shape.topk
         self._layout_base = settings.layout_base(number)
         self._allocator = empty_on(group.device)
-        self._tickets: dict[int, int] = {}  # address of a layout -> where its M arrives
+        self._tickets: dict[int, int] = {}  # address of a layout -> where its offsets arrive
         self._last_ticket = 0
         self._streams = StreamOrder(group.device)
         self._turn = Turn()
@@ -120,6 +121,8 @@ class CudaBackend:
                 f"topk_idx must lie in [-1, num_experts={self._shape.num_experts}), got {value} at "
                 f"token {fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
             )
+        if fault.kind == _TOO_MANY_EXPERTS:
+            raise TooManyExperts(rank=fault.peer, experts=fault.seen, ends=True)
         if fault.kind == _OTHER_CALL:
             phase = _PHASES[fault.phase]
             reason = _difference(fault.seen, fault.mine, self._layout_base, phase)
@@ -150,19 +153,28 @@ class CudaBackend:
 
     # ---- the verbs
 
-    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+    def route(
+        self,
+        topk_idx: Tensor,
+        *,
+        max_rows: int | None,
+        align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
+    ) -> Route:
         with self._turn:
             stream = self._begin()
-            topk_idx, choices = choices_of(topk_idx, max_rows, align)
+            topk_idx, choices = choices_of(topk_idx, max_rows, align, most, slots)
             experts = self._num_local_experts
             empty = self._allocator()
             made = Route(
                 empty((self.layout_size,), DENSE, int32),
                 empty((experts,), DENSE, int32),
                 empty((experts + 1,), DENSE, int32),
-                empty((), (), int32),
+                empty((2 + 2 * experts,), DENSE, int32),
             )
-            new_layout = tuple(map(Tensor.data_ptr, made))
+            at = made.sizes.data_ptr()
+            new_layout = (*map(Tensor.data_ptr, made[:3]), at, at + 4, at + 8)
             wants_mail = max_rows is None
             ticket = self._launch(self._runtime.route, choices, new_layout, wants_mail, stream)
             if wants_mail:
@@ -178,12 +190,12 @@ class CudaBackend:
         *,
         num_rows: int | None,
         num_sms: int = 0,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Moved:
         with self._turn:
             stream = self._begin(layout)
             sent = Sent(x, weights, scales, layout, num_sms)
             if num_rows is None:
-                return self._move_exactly(sent, layout, stream)
+                return self._move_exactly(sent, layout, stream)[0]
             moved, received = sent.make_rows(self._allocator(), num_rows)
             self._launch(self._runtime.dispatch, sent.fields, received, stream)
             return moved
@@ -197,27 +209,32 @@ class CudaBackend:
         *,
         max_rows: int | None,
         align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
         num_sms: int = 0,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Route, Moved]:
         with self._turn:
             stream = self._begin()
-            topk_idx, choices = choices_of(topk_idx, max_rows, align)
+            topk_idx, choices = choices_of(topk_idx, max_rows, align, most, slots)
             experts = self._num_local_experts
             empty = self._allocator()
             layout = empty((self.layout_size,), DENSE, int32)
-            sizes = empty((2 * experts + 2,), DENSE, int32)
+            # counts, offsets, a word between, and from an address of 8 bytes on those of Route
+            sizes = empty((4 * experts + 4,), DENSE, int32)
             at = sizes.data_ptr()
-            new_layout = (layout.data_ptr(), at, at + 4 * experts, at + 4 * (2 * experts + 1))
+            told = at + 8 * (experts + 1)
+            new_layout = (layout.data_ptr(), at, at + 4 * experts, told, told + 4, told + 8)
             sent = Sent(x, weights, scales, layout, num_sms)
+            on_host = None
             if max_rows is None:
-                moved = self._move_exactly(sent, layout, stream, (choices, new_layout))
+                moved, on_host = self._move_exactly(sent, layout, stream, (choices, new_layout))
             else:
                 moved, received = sent.make_rows(empty, max_rows)
                 verb = self._runtime.dispatch_fresh
                 self._launch(verb, choices, new_layout, sent.fields, received, stream)
             counts = part(sizes, (experts,), DENSE, 0)
             offsets = part(sizes, (experts + 1,), DENSE, experts)
-            return layout, counts, offsets, sizes, *moved
+            return Route(layout, counts, offsets, sizes, on_host), moved
 
     def _move_exactly(
         self,
@@ -225,27 +242,29 @@ class CudaBackend:
         layout: Tensor,
         stream: int,
         routing: tuple[Fields, Fields] | None = None,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """A dispatch in two launches, with the host's wait for the number of rows between them.
+    ) -> tuple[Moved, Sequence[int] | None]:
+        """A dispatch in two launches, with the host's wait for the offsets of rows between them.
 
-        With ``routing`` the layout is made first, in the same call. If the rank gets no memory for
-        the rows, or is interrupted, it ends the call without rows: the peers need not know.
+        They are returned where that is what came. With ``routing`` the layout is made first, in
+        the same call. If the rank gets no memory for the rows, or is interrupted, it ends the call
+        without rows: the peers need not know.
         """
         try:
             if routing is None:
                 self._launch(self._runtime.publish, sent.fields, stream)
-                num_rows = self._required_rows(layout, stream)
+                num_rows, offsets = self._required_rows(layout, stream), None
             else:
                 verb = self._runtime.publish_fresh
                 self._last_ticket = self._launch(verb, *routing, sent.fields, stream)
-                num_rows = self._await_mail(self._last_ticket, stream)
+                offsets = self._await_offsets(self._last_ticket, stream)
+                num_rows = offsets[-1]
             moved, received = sent.make_rows(self._allocator(), num_rows)
             self._launch(self._runtime.pull, received, stream)
         except BaseException:  # an interrupt may come anywhere, so the runtime is asked
             if self._broken is None and self._runtime.is_half_made:
                 self._launch(self._runtime.pull, NO_ROWS, stream)
             raise
-        return moved
+        return moved, offsets
 
     def combine(
         self,
@@ -349,14 +368,14 @@ class CudaBackend:
         # a replayed layout has no mail, and one that was routed long ago has lost its own
         if ticket is None or self._last_ticket - ticket >= _MAIL_LIFETIME:
             return int(layout[_REQUIRED_ROWS])
-        return self._await_mail(ticket, stream)
+        return self._await_offsets(ticket, stream)[-1]
 
-    def _await_mail(self, ticket: int, stream: int) -> int:
-        num_rows = self._runtime.required_rows(ticket, stream)
-        if num_rows is None:
+    def _await_offsets(self, ticket: int, stream: int) -> Sequence[int]:
+        offsets = self._runtime.await_offsets(ticket, stream)
+        if offsets is None:
             self.check()
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
-        return num_rows
+        return offsets
 
 
 _SIZED = {

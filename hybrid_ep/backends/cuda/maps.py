@@ -11,6 +11,8 @@ from torch import Tensor
 from hybrid_ep.backends.cuda.arguments import address_of
 
 _LEAST_CAPABILITY = (9, 0)
+_TOKENS_PER_BLOCK = 16  # at a time
+_MOST_BLOCKS = 256  # each tells its most experts of a token, and a dispatch reads all of them
 
 
 @functools.cache
@@ -31,13 +33,24 @@ def _extension() -> Any:
         return None
 
 
+def load(device: torch.device) -> None:
+    """Load the kernels, if there are any, before one runs that waits for a peer."""
+    extension = _extension()
+    if extension is not None:
+        extension.load_kernels(device.index or 0)
+
+
 def map_to_topk(
     routing_map: Tensor, probs: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Experts int16 ``[T, K]``, their probs float32 ``[T, K]``, and the most of a token."""
+    """Experts int16 ``[T, K]``, their probs float32 ``[T, K]``, and int32 ``[B]``.
+
+    The last are the most experts of a token among the tokens of each of B blocks.
+    """
     (num_tokens, num_experts), device = routing_map.shape, routing_map.device
     topk_idx = torch.empty((num_tokens, topk), dtype=torch.int16, device=device)
-    most = torch.zeros((), dtype=torch.int32, device=device)
+    num_blocks = min(max(1, -(-num_tokens // _TOKENS_PER_BLOCK)), _MOST_BLOCKS)
+    most = torch.empty((num_blocks,), dtype=torch.int32, device=device)
     weights = None if probs is None else torch.empty_like(topk_idx, dtype=torch.float32)
     strides = (0, 0) if probs is None else probs.stride()
     with torch.cuda.device(device):
@@ -53,8 +66,9 @@ def map_to_topk(
                 address_of(topk_idx),
                 address_of(weights),
                 most.data_ptr(),
+                num_blocks,
             ),
-            torch.cuda.current_stream().cuda_stream,
+            torch.cuda.current_stream(device).cuda_stream,
         )
     return topk_idx, weights, most
 
@@ -75,6 +89,6 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
                 num_experts,
                 address_of(dense),
             ),
-            torch.cuda.current_stream().cuda_stream,
+            torch.cuda.current_stream(values.device).cuda_stream,
         )
     return dense

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hybrid_ep.backends.cuda import build
+from hybrid_ep.backends.cuda import build, maps
 from hybrid_ep.backends.cuda.fabric import nccl_files, network_environment, read_ports
 from hybrid_ep.backends.cuda.nvshmem_library import load_host_library
 from hybrid_ep.config import Config
@@ -186,6 +186,7 @@ class Memory:
             with group.alike((RuntimeError, ValueError)):  # it may be too large for it
                 self.runtime = _nvshmem.Runtime(sizes)
                 in_vain.callback(self.runtime.destroy)
+                maps.load(group.device)  # of another extension: the runtime loads its own
             self._number, self._address = _heap.take(group, self.runtime.symmetric_bytes)
             in_vain.pop_all()
             in_vain.callback(self.give_back)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.torch.layout import Layout
+from hybrid_ep.backends.torch.layout import Counts, Layout
 from hybrid_ep.backends.torch.messages import Exchange, Told
 from hybrid_ep.shape import Shape
 
@@ -55,7 +55,7 @@ class Calls:
 
     def __init__(self, exchange: Exchange, shape: Shape, number: int, last: int) -> None:
         self.exchange, self.number, self.last = exchange, number % _WORD, last
-        self._num_counts = 1 + shape.topk + shape.num_local_experts
+        self._num_counts = Counts.num_words(shape)
 
     @property
     def made_by(self) -> tuple[int, int]:

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends import Route, endings
+from hybrid_ep.backends import Moved, Route, endings
 from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.torch.agreement import NUM_WORDS, Calls, combine_sizes, dispatch_sizes
@@ -55,6 +55,7 @@ from hybrid_ep.backends.torch.sums import gather_or_zero, sum_at_home, sum_in_or
 from hybrid_ep.backends.torch.tensors import as_words, empty, trues_first
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
+from hybrid_ep.errors import TooManyExperts
 from hybrid_ep.group import Group
 from hybrid_ep.shape import Shape
 
@@ -119,21 +120,32 @@ class TorchBackend:
 
     # ---- route
 
-    def route(self, topk_idx: Tensor, *, max_rows: int | None, align: int) -> Route:
+    def route(
+        self,
+        topk_idx: Tensor,
+        *,
+        max_rows: int | None,
+        align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
+    ) -> Route:
         with self._one_call():
-            fresh = self._route(topk_idx, max_rows, align)
+            fresh = self._route(topk_idx, max_rows, align, most, slots)
             self._send_experts(fresh)
             copies = self._exchange.receive(fresh.arriving)
             self._exchange.settle()
             fresh.assign_rows(copies)
-            layout, counts, offsets, sizes = fresh.made()
-            return Route(layout, counts.clone(), offsets.clone(), sizes[-1].clone())
+            layout, counts, offsets, sizes, on_host = fresh.made()
+            sizes = sizes[-2 - 2 * len(counts) :].clone()
+            return Route(layout, counts.clone(), offsets.clone(), sizes, on_host)
 
     def _route(
         self,
         topk_idx: Tensor,
         max_rows: int | None,
         align: int,
+        most: Tensor | None,
+        slots: int,
         next_sizes: tuple[int, ...] = (),
         tables: Sequence[Tensor | None] = (),
     ) -> Fresh:
@@ -143,6 +155,8 @@ class TorchBackend:
             topk_idx: as of ``route``.
             max_rows: likewise.
             align: likewise.
+            most: likewise.
+            slots: likewise.
             next_sizes: of a dispatch that follows; none where its ranks tell them themselves.
             tables: what that sends of each token.
         """
@@ -151,7 +165,7 @@ class TorchBackend:
         experts = experts_at_places(named, shape.num_experts)
         # copies: the token once for each rank that has one of its experts
         of_ranks = experts_of_ranks(experts, shape)
-        counts = count_for_peers(named, experts, of_ranks, shape.num_experts)
+        counts = count_for_peers(named, experts, of_ranks, shape.num_experts, most, slots)
         experts = experts.int()
 
         words = self._calls.describe("route", (topk,), next_sizes=next_sizes)
@@ -164,6 +178,7 @@ class TorchBackend:
         heard = self._calls.hear(told)
         # the tokens first: they keep the device busy
         sent, received = ([Counts.of(row[NUM_WORDS:], topk) for row in rows] for rows in heard)
+        self._refuse_more_experts(received)
         send_counts = [counts.copies for counts in sent]
         send_tokens = by_peer[: sum(send_counts)] % max(1, len(topk_idx))
         goes_on = self._calls.agree_on_next(heard)
@@ -188,6 +203,13 @@ class TorchBackend:
         if everybody is not None:  # now: a later call publishes there
             fresh.find_copies(everybody.view(experts.dtype))
         return fresh
+
+    def _refuse_more_experts(self, received: list[Counts]) -> None:
+        """All ranks know the same, so all end the call here, and the next one is in step."""
+        for rank, counts in enumerate(received):
+            if counts.experts_beyond:
+                self._exchange.settle()
+                raise TooManyExperts(rank=rank, experts=counts.experts_beyond, ends=False)
 
     def _pick(self, tables: Sequence[Tensor | None], tokens: Tensor) -> list[Any]:
         return [t if t is None else self._exchange.pick(t, tokens) for t in tables]
@@ -223,7 +245,7 @@ class TorchBackend:
         *,
         num_rows: int | None,
         num_sms: int = 0,
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    ) -> Moved:
         with self._one_call():
             return self._dispatch(x, weights, scales, self._read(layout), num_rows, num_sms)
 
@@ -236,19 +258,21 @@ class TorchBackend:
         *,
         max_rows: int | None,
         align: int,
+        most: Tensor | None = None,
+        slots: int = 0,
         num_sms: int = 0,
-    ) -> tuple[Tensor | None, ...]:
+    ) -> tuple[Route, Moved]:
         with self._one_call():
             # what ranks publish for each other needs an exchange of its own
             following = ()
             if self._carrier.is_nccl:
                 tables = [t if t is None else as_words(t) for t in (x, scales)]
                 following = dispatch_sizes(x, scales, weights, num_sms), tables
-            fresh = self._route(topk_idx, max_rows, align, *following)
+            fresh = self._route(topk_idx, max_rows, align, most, slots, *following)
             if not fresh.goes_on:
                 self._send_experts(fresh)
             moved = self._dispatch(x, weights, scales, fresh.layout, max_rows, num_sms, fresh)
-            return *fresh.made(), *moved
+            return fresh.made(), moved
 
     def _dispatch(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -78,12 +79,14 @@ class Fresh:
         size = (sum(layout.recv_counts), self.shape.topk)
         layout.copy_rows = torch.full(size, -1, dtype=torch.int64, device=slots.device)
         layout.copy_rows.view(-1).scatter_(0, slots, rows)
-        numbers = [*groups.counts, *groups.offsets, groups.required]
+        # a word between, so that the padded counts, of 8 bytes each, are at a multiple of that
+        numbers = [*groups.counts, *groups.offsets, 0, groups.required, int(groups.drops)]
+        numbers += array("i", array("q", groups.padded_counts).tobytes())
         sizes = to_device(numbers, torch.int32, slots.device)
         experts = self.shape.num_local_experts
         counts = part(sizes, (experts,), (1,), 0)
         offsets = part(sizes, (experts + 1,), (1,), experts)
-        return Route(layout.write(self.shape), counts, offsets, sizes)
+        return Route(layout.write(self.shape), counts, offsets, sizes, groups.offsets)
 
     def _local(self, experts: Tensor) -> Tensor:
         return local_experts(experts, self.shape, self.rank)

@@ -7,7 +7,7 @@ ascend with the experts and copies with the ranks, so sums add in ascending orde
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import accumulate, islice, pairwise
 from typing import NamedTuple
 
 import torch
@@ -130,6 +130,11 @@ class Groups:
         """Whether some copies get no row of an expert."""
         return self.counts != self.copies
 
+    @property
+    def padded_counts(self) -> list[int]:
+        """Rows of each group, padding included; within the bound."""
+        return [end - begin for begin, end in pairwise(self.offsets)]
+
     @classmethod
     def of(cls, copies: list[int], max_rows: int | None, align: int) -> Groups:
         """Groups of multiples of ``align`` rows.
@@ -167,18 +172,26 @@ class Counts(NamedTuple):
 
     Attributes:
         num_named: slots of all its tokens that name an expert.
+        experts_beyond: the most experts of any of its tokens, if they are more than that has slots
+            for, else 0.
         of_terms: for each j below K, copies for more than j experts of the peer.
         of_experts: copies for each expert of the peer.
     """
 
     num_named: int
+    experts_beyond: int
     of_terms: list[int]
     of_experts: list[int]
+
+    @staticmethod
+    def num_words(shape: Shape) -> int:
+        """Of a row of ``count_for_peers``."""
+        return 2 + shape.topk + shape.num_local_experts
 
     @classmethod
     def of(cls, words: list[int], topk: int) -> Counts:
         """From a row of ``count_for_peers``."""
-        return cls(words[0], words[1 : 1 + topk], words[1 + topk :])
+        return cls(words[0], words[1], words[2 : 2 + topk], words[2 + topk :])
 
     @property
     def copies(self) -> int:
@@ -200,14 +213,24 @@ def local_experts(experts: Tensor, shape: Shape, rank: int) -> Tensor:
     return (experts - first).remainder(shape.num_experts + 1)
 
 
-def count_for_peers(named: Tensor, experts: Tensor, of_ranks: Tensor, num_experts: int) -> Tensor:
-    """Int64 ``[R, 1 + K + E / R]``, the words of the ``Counts`` for each peer."""
+def count_for_peers(
+    named: Tensor,
+    experts: Tensor,
+    of_ranks: Tensor,
+    num_experts: int,
+    most: Tensor | None,
+    slots: int,
+) -> Tensor:
+    """Int64 ``[R, 2 + K + E / R]``, the words of the ``Counts`` for each peer."""
     num_ranks, flat = of_ranks.shape[1], experts.flatten()
     of_experts = torch.zeros(num_experts + 1, dtype=torch.int64, device=experts.device)
     of_experts.scatter_add_(0, flat, torch.ones_like(flat))
     of_terms = (of_ranks.unsqueeze(2) > _count_up(experts)).sum(dim=0)
-    num_named = (named < num_experts).sum().expand(num_ranks, 1)
-    return torch.cat([num_named, of_terms, of_experts[:-1].view(num_ranks, -1)], dim=1)
+    beyond = torch.zeros((), dtype=torch.int64, device=experts.device)
+    if most is not None:
+        beyond = torch.where(most > slots, most, 0).max().long()
+    numbers = torch.stack([(named < num_experts).sum(), beyond]).expand(num_ranks, 2)
+    return torch.cat([numbers, of_terms, of_experts[:-1].view(num_ranks, -1)], dim=1)
 
 
 def _count_up(table: Tensor) -> Tensor:

@@ -40,5 +40,5 @@ class PermuteHandle(Sequence):
         if not 0 <= index < self._LENGTH:
             raise IndexError(f"a handle has {self._LENGTH} items, got index {index}")
         if index == self._OVERFLOW:  # int32 [1]: not zero where rows were dropped
-            return self.inner.overflow.int().view(1)
+            return self.inner.overflow_word
         return {self._COUNTS: self.inner.counts, self._NUM_TOKENS: self.inner.num_tokens}.get(index)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -190,33 +192,34 @@ class HybridEPBuffer:
         if num_permuted_tokens is not None:
             num_permuted_tokens = int(num_permuted_tokens)  # waits for a tensor on a GPU
 
+        most = distinct = None
         if routing_map is not None:
-            num_of_experts, distinct = routing_map.shape[1], None
-            topk_idx, weights, bound = self._read_map(routing_map, probs)
+            num_of_experts = routing_map.shape[1]
+            topk_idx, weights, most = self._read_map(routing_map, probs)
         elif topk_idx is None or num_of_experts is None:
             raise ValueError(
                 "dispatch_with_permute needs routing_map, topk_idx and num_of_experts, or a handle"
             )
         else:
-            bound, distinct = None, _without_repeats(topk_idx)
+            distinct = _without_repeats(topk_idx)
             if probs is not None:
                 topk_idx, weights = distinct, _weights_of(probs, distinct)
             else:
                 weights = None if topk_weights is None else topk_weights.float()
         buffer = self._buffer_for(hidden, num_of_experts, topk_idx.shape[1])
-        out = hybrid_ep.dispatch(
-            buffer,
-            hidden,
-            topk_idx,
-            weights,
-            scales=scales,
-            max_rows=num_permuted_tokens,
-            align=pad_multiple or 1,
-        )
+        with self._explaining(num_of_experts):
+            out = hybrid_ep.dispatch(
+                buffer,
+                hidden,
+                topk_idx,
+                weights,
+                scales=scales,
+                most=most,
+                max_rows=num_permuted_tokens,
+                align=pad_multiple or 1,
+            )
+            counts = out.handle.padded_counts if non_blocking else _counts_on_host(buffer, out)
         handle = PermuteHandle(buffer, out.handle, topk_idx if distinct is None else distinct)
-        counts = _padded_counts(out.handle, on_host=not non_blocking)
-        if bound is not None and not non_blocking:
-            bound.settle()
         return out.rows, out.weights, out.scales, counts, handle
 
     def combine_with_unpermute(
@@ -243,12 +246,13 @@ class HybridEPBuffer:
             tuple: ``[T, H]``, and the values float32 ``[T, E]``, 0 where a token lacks the expert.
         """
         handle = self._checked(handle)
-        if probs is None:
-            return hybrid_ep.combine(handle.buffer, hidden, handle.inner), None
-        values = probs.float()
-        y, home = hybrid_ep.combine_values(handle.buffer, hidden, values, handle.inner)
-        home = home[:, : handle.topk_idx.shape[1]]
         num_experts = handle.buffer.num_experts
+        with self._explaining(num_experts):
+            if probs is None:
+                return hybrid_ep.combine(handle.buffer, hidden, handle.inner), None
+            values = probs.float()
+            y, home = hybrid_ep.combine_values(handle.buffer, hidden, values, handle.inner)
+        home = home[:, : handle.topk_idx.shape[1]]
         return y, hybrid_ep.topk_to_dense(home, handle.topk_idx, num_experts)
 
     # ---- without permute: a row for each token and rank
@@ -293,17 +297,19 @@ class HybridEPBuffer:
 
     def _read_map(
         self, routing_map: Tensor, probs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, TopK]:
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         num_experts = routing_map.shape[1]
         if num_experts not in self._topk:
             self._topk[num_experts] = TopK(self._group, num_experts)
-        bound = self._topk[num_experts]
-        topk = bound.for_map(routing_map)
+        topk = self._topk[num_experts].for_map(routing_map)
         if probs is not None:
             probs = probs.float()
-        topk_idx, weights, most = hybrid_ep.map_to_topk(routing_map, probs, topk)
-        bound.refuse_more(most, topk)
-        return topk_idx, weights, bound
+        return hybrid_ep.map_to_topk(routing_map, probs, topk)
+
+    def _explaining(self, num_experts: int) -> AbstractContextManager[None]:
+        """Around the calls of a Buffer, of which one may raise what an earlier one left behind."""
+        bound = self._topk.get(num_experts)
+        return nullcontext() if bound is None else bound.explaining()
 
     def _buffer_for(self, hidden: Tensor, num_experts: int, topk: int) -> hybrid_ep.Buffer:
         dtype = torch.bfloat16 if hidden.element_size() == 1 else hidden.dtype
@@ -330,8 +336,11 @@ class HybridEPBuffer:
         weights = None if topk_weights is None else topk_weights.float()
         if probs is not None:
             weights = _weights_of(probs, handle.topk_idx)
-        out = hybrid_ep.dispatch(handle.buffer, hidden, None, weights, scales=scales, handle=inner)
-        return out.rows, out.weights, out.scales, _padded_counts(inner, on_host=False), handle
+        with self._explaining(handle.buffer.num_experts):
+            out = hybrid_ep.dispatch(
+                handle.buffer, hidden, None, weights, scales=scales, handle=inner
+            )
+        return out.rows, out.weights, out.scales, inner.padded_counts, handle
 
     def _checked(self, handle: Any) -> PermuteHandle:
         if not isinstance(handle, PermuteHandle):
@@ -380,14 +389,21 @@ def _without_repeats(topk_idx: Tensor) -> Tensor:
     return torch.where(same.tril(-1).any(dim=2), -1, topk_idx)
 
 
-def _padded_counts(handle: hybrid_ep.Handle, *, on_host: bool) -> Tensor:
-    """Int64, rows of each local expert with padding; on a GPU the host waits for them."""
-    counts = handle.offsets.diff().long()
-    if not on_host or counts.device.type == "cpu":
-        return counts
-    pinned = torch.empty(counts.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+def _counts_on_host(buffer: hybrid_ep.Buffer, out: hybrid_ep.Dispatched) -> Tensor:
+    """Int64, rows of each local expert with padding.
+
+    They have come with the number of rows. The host waits for them where it did not wait for that.
+    """
+    on_gpu = out.offsets.device.type == "cuda"
+    offsets = out.handle.host_offsets
+    if offsets is not None:
+        counts = [end - begin for begin, end in pairwise(offsets)]
+        return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+    counts = out.handle.padded_counts
+    pinned = torch.empty(counts.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
     pinned.copy_(counts, non_blocking=True)
     torch.cuda.current_stream(counts.device).synchronize()
+    buffer.check()  # or they are no counts
     return pinned
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep.backends import endings
+from hybrid_ep.errors import TooManyExperts
 from hybrid_ep.group import Group
 from hybrid_ep.integrations.deep_ep import settings
 from hybrid_ep.shape import MAX_TOPK
@@ -19,10 +20,8 @@ _log = logging.getLogger("hybrid_ep.integrations")
 class TopK:
     """K for maps with one number of experts, E: as configured, or learnt from the first map.
 
-    A map with more experts for some token is an error. On the CPU all ranks find it in that call,
-    before anything is sent. On a GPU that would make the host wait for each map. There a rank finds
-    it when the number is on the host anyway: at the end of a call in blocking mode, else in a later
-    call. Until then experts beyond the first K of a token are left out.
+    A map with more experts for some token is an error of the dispatch, on all ranks; it holds no
+    state here, so calls on several streams do not meet.
 
     Args:
         group: of the ranks.
@@ -34,9 +33,6 @@ class TopK:
         configured = settings.current().topk
         self._topk = None if configured is None else min(configured, num_experts)
         self._source = "as configured"
-        self._most: Tensor | None = None  # of all maps so far, int32 [1] on the device
-        self._on_host: Tensor | None = None  # what was copied of it last
-        self._copied: torch.cuda.Event | None = None
 
     def for_map(self, routing_map: Tensor) -> int:
         """K; collective until it is known."""
@@ -53,43 +49,20 @@ class TopK:
             _log.info("topk is %d, %s of %d experts", topk, self._source, self._num_experts)
         return topk
 
-    def refuse_more(self, most: Tensor, topk: int) -> None:
-        """Raise for more than K experts, on all ranks; on a GPU only take note of them."""
-        if most.device.type == "cpu":
-            most = most.view(1)
-            if self._group.num_ranks > 1:
-                dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group.process_group)
-            self._raise_beyond(int(most), topk)
-            return
-        self._raise_if_known(topk)
-        capturing = endings.is_capturing()
-        if self._most is None:
-            if capturing:  # its memory would be the graph's
-                return
-            self._most = torch.zeros(1, dtype=torch.int32, device=most.device)
-            self._on_host = torch.zeros(1, dtype=torch.int32, device="cpu", pin_memory=True)
-        torch.maximum(self._most, most, out=self._most)
-        if self._copied is None and not capturing:
-            self._on_host.copy_(self._most, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
+    @contextmanager
+    def explaining(self) -> Iterator[None]:
+        """Around calls that may raise for a token with more than K experts: says how to set K.
 
-    def settle(self) -> None:
-        """Raise for what is known by now; called where the host has waited."""
-        if self._topk is not None:
-            self._raise_if_known(self._topk)
-
-    def _raise_if_known(self, topk: int) -> None:
-        if self._copied is None or endings.is_capturing() or not self._copied.query():
-            return
-        self._copied = None
-        self._raise_beyond(int(self._on_host), topk)
-
-    def _raise_beyond(self, most: int, topk: int) -> None:
-        if most > topk:
+        Raises:
+            ValueError: in the place of a TooManyExperts.
+        """
+        try:
+            yield
+        except TooManyExperts as error:
             raise ValueError(
-                f"a token has {most} experts, more than topk={topk}, {self._source}: set it by "
+                f"a token has {error.experts} experts, more than topk={self._topk}, "
+                f"{self._source}: set it by "
                 "hybrid_ep.integrations.deep_ep.configure(topk=...) or HYBRID_EP_TOPK, to at most "
                 f"{MAX_TOPK} on GPUs. With padding to an expert's capacity a token may have any "
-                "number of experts"
-            )
+                f"number of experts. ({error})"
+            ) from error

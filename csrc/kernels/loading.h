@@ -1,0 +1,19 @@
+// Every kernel of an extension, so that all can be loaded before the first of them runs.
+//
+// CUDA loads a kernel when it is first needed, and that may wait for kernels that run: which may be
+// some that wait for a peer, and the peer perhaps for the kernel that is being loaded. So a runtime
+// loads all when it is made.
+#pragma once
+
+namespace hybrid_ep::kernels {
+
+// Called before main() or when the extension is imported, by kKernel (launch.cuh) alone.
+void register_kernel(const void* kernel);
+
+// On the current device, unless that was done before.
+void load_kernels();
+
+// How many there are, for tests.
+int num_kernels();
+
+}  // namespace hybrid_ep::kernels
