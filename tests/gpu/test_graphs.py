@@ -7,7 +7,7 @@ import torch
 
 from tests import oracle
 from tests.cases import Case
-from tests.ranks import graphs
+from tests.ranks import graphs, most
 
 CASE = Case("graph", tokens=(64, 50, 33), topk=4, hidden=512, dtype=torch.float16)
 MANY_TOKENS = replace(CASE, name="many_tokens", tokens=(2500, 2049, 33))
@@ -42,6 +42,15 @@ def test_replay_with_new_routing(world, case):
 def test_exact_size_cannot_be_captured(world):
     for text in world(1).run(graphs.capture_exact, CASE.on(1)):
         assert "max_rows" in text
+
+
+@pytest.mark.parametrize("counts", [[[3]], [[2, 1], [1, 5]], [[4], [], [3]]], ids=len)
+def test_a_replay_with_a_token_of_too_many_experts_is_a_fault_on_every_rank(world, counts):
+    for told in world(len(counts)).run(most.refused_in_a_graph, counts):
+        assert told[0] == ""
+        for text in told[1:]:
+            assert "experts, more than its topk_idx has columns" in text
+            assert "cannot be used any more" in text
 
 
 @pytest.mark.parametrize("way", ["dropped", "destroyed"])
