@@ -180,8 +180,8 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
         const Inputs& in = inputs[call % kInputs];
         hybrid_ep::Choices choices{in.topk_idx, 4, shape.topk, shape.tokens, 1, -1, nullptr, 0, 0};
         int32_t* told = sizes + 2 * local + 2;
-        const hybrid_ep::NewLayout layout{words,    sizes,    sizes + local,
-                                          told,     told + 1, reinterpret_cast<int64_t*>(told + 2)};
+        const hybrid_ep::NewLayout layout{words, sizes,    sizes + local,
+                                          told,  told + 1, reinterpret_cast<int64_t*>(told + 2)};
         const uint64_t ticket = runtime.route(choices, layout, true, on);
         const auto offsets = runtime.await_offsets(ticket, on, [] { return false; });
         if (!offsets) break;
@@ -207,8 +207,8 @@ void run_rank(Board* board, const Shape& shape, int rank, int sms, bool trace) {
         cudaEventRecord(marks[1], stream);
         runtime.dispatch(sent, received, on);
         cudaEventRecord(marks[2], stream);
-        runtime.combine({rows, *needed, hybrid_ep::SumType::kBf16, row_bytes, nullptr, nullptr, y,
-                         nullptr, shape.tokens, words},
+        runtime.combine({rows, offsets->back(), hybrid_ep::SumType::kBf16, row_bytes, nullptr,
+                         nullptr, y, nullptr, shape.tokens, words},
                         on);
         cudaEventRecord(marks[3], stream);
         check_cuda(cudaStreamSynchronize(stream), "the kernels");

@@ -2,8 +2,8 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
 #include <mutex>
-#include <set>
 #include <vector>
 
 #include "check.h"
@@ -17,22 +17,39 @@ std::vector<const void*>& all_kernels() {
     return kernels;
 }
 
+// To ask for its attributes loads a kernel. It gets as much dynamic shared memory as a block may
+// have beside the static part, and all kernels the same division of the SM: changing that takes
+// time between two of them.
+int load(const void* kernel, int device) {
+    constexpr const char* kWhat = "loading a kernel";
+    cudaFuncAttributes attributes{};
+    check_cuda(cudaFuncGetAttributes(&attributes, kernel), kWhat);
+    const int most = shared_memory_per_block(device) - int(attributes.sharedSizeBytes);
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most),
+               kWhat);
+    check_cuda(cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
+                                    cudaSharedmemCarveoutMaxShared),
+               kWhat);
+    return most;
+}
+
 }  // namespace
 
 void register_kernel(const void* kernel) { all_kernels().push_back(kernel); }
 
 void load_kernels() {
+    for (const void* kernel : all_kernels()) dynamic_shared_memory(kernel);
+}
+
+int dynamic_shared_memory(const void* kernel) {
     static std::mutex mutex;
-    static std::set<int> done;
+    static std::map<std::pair<int, const void*>, int> loaded;
     int device = 0;
     check_cuda(cudaGetDevice(&device), "current device");
     const std::lock_guard<std::mutex> lock(mutex);
-    if (done.count(device) > 0) return;
-    for (const void* kernel : all_kernels()) {
-        cudaFuncAttributes unused{};  // to ask for them loads the kernel
-        check_cuda(cudaFuncGetAttributes(&unused, kernel), "loading a kernel");
-    }
-    done.insert(device);
+    const auto found = loaded.find({device, kernel});
+    if (found != loaded.end()) return found->second;
+    return loaded[{device, kernel}] = load(kernel, device);
 }
 
 int num_kernels() { return int(all_kernels().size()); }

@@ -7,11 +7,14 @@
 
 namespace hybrid_ep::kernels {
 
-// Called before main() or when the extension is imported, by kKernel (launch.cuh) alone.
+// Called when the extension is imported, by kKernel (launch.cuh) alone.
 void register_kernel(const void* kernel);
 
-// On the current device, unless that was done before.
+// All of them, on the current device, unless that was done before.
 void load_kernels();
+
+// That a launch of the kernel on the current device may ask for, at most; loads it if need be.
+int dynamic_shared_memory(const void* kernel);
 
 // How many there are, for tests.
 int num_kernels();

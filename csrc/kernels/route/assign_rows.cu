@@ -84,38 +84,33 @@ __device__ __forceinline__ int bounded(const AssignRowsParams& p, int row) {
     return p.max_rows >= 0 && row > p.max_rows ? int(p.max_rows) : row;
 }
 
-// One block: the host, which waits for this. The barrier orders the offsets that all threads write
-// before the release, which is of the scope of the system: who sees the ticket sees all of them.
-__device__ void send_offsets(const AssignRowsParams& p, const Smem& smem) {
-    volatile int32_t* offsets = p.mail->offsets();
-    for (int e = threadIdx.x; e <= p.context.buffer.num_local_experts; e += kThreads) {
-        offsets[e] = smem.offsets[e];
-    }
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::store_release(&p.mail->ticket, p.ticket);
-}
-
 // One block: what Python and the host want to know.
 __device__ void report(const AssignRowsParams& p, const Smem& smem,
                        const layout::HandleView& handle) {
     const auto& b = p.context.buffer;
     const int experts = b.num_local_experts, required = smem.offsets[experts];
-    if (p.mail != nullptr) send_offsets(p, smem);
+    volatile int32_t* mail = p.mail != nullptr ? p.mail->offsets() : nullptr;
+    for (int e = threadIdx.x; e <= experts; e += kThreads) {
+        int begin = bounded(p, smem.offsets[e]);
+        if (mail != nullptr) mail[e] = begin;
+        handle.offsets[e] = p.layout.offsets[e] = begin;
+        if (e == experts) continue;
+        int kept = bounded(p, smem.offsets[e] + smem.total[e]) - begin;
+        handle.counts[e] = p.layout.counts[e] = kept;
+        p.layout.padded_counts[e] = bounded(p, smem.offsets[e + 1]) - begin;
+    }
+    // The host waits for the ticket. The barrier orders the offsets, which all threads write,
+    // before the release, which is of the scope of the system: who sees the ticket sees all of
+    // them.
+    __syncthreads();
     if (threadIdx.x == 0) {
+        if (p.mail != nullptr) ptx::store_release(&p.mail->ticket, p.ticket);
         *p.layout.required_rows = required;
         *p.layout.overflow = p.max_rows >= 0 && required > p.max_rows;
         handle.header[layout::HandleLayout::kRequiredRows] = required;
         handle.header[layout::HandleLayout::kMayHavePadding] = p.align > 1 || p.max_rows >= 0;
         handle.header[layout::HandleLayout::kNumCopies] = smem.total[experts];
         handle.source_first[b.num_ranks] = smem.total[experts];
-    }
-    for (int e = threadIdx.x; e <= experts; e += kThreads) {
-        int begin = bounded(p, smem.offsets[e]);
-        handle.offsets[e] = p.layout.offsets[e] = begin;
-        if (e == experts) continue;
-        int kept = bounded(p, smem.offsets[e] + smem.total[e]) - begin;
-        handle.counts[e] = p.layout.counts[e] = kept;
-        p.layout.padded_counts[e] = bounded(p, smem.offsets[e + 1]) - begin;
     }
 }
 
@@ -207,7 +202,9 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
     handle.copies[copy_at] = copy;
 }
 
-__global__ void __launch_bounds__(kThreads) assign_rows(const AssignRowsParams p) {
+// Three blocks per SM: the grid has a block for each source and chunk. Without this bound ptxas
+// takes more registers, or spills.
+__global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParams p) {
     extern __shared__ __align__(16) char dynamic_smem[];
     __shared__ int rows_before;
     const auto& b = p.context.buffer;
