@@ -56,7 +56,7 @@ class Handle:
     def overflow_word(self) -> Tensor:
         """Int32 ``[1]`` on the device: 1 exactly when rows were dropped on this rank, else 0.
 
-        ``overflow`` as a number, without a kernel.
+        ``overflow`` as a number, without a kernel. Memory of the handle: read it only.
         """
         at = 2 * self.counts.shape[0]
         return self._sizes[-1 - at : -at]
@@ -65,7 +65,7 @@ class Handle:
     def padded_counts(self) -> Tensor:
         """Int64 ``[num_local_experts]``; rows of each local expert, padding included.
 
-        The differences of ``offsets``, without a kernel.
+        The differences of ``offsets``, without a kernel. Memory of the handle: read it only.
         """
         return self._sizes[-2 * self.counts.shape[0] :].view(torch.int64)
 

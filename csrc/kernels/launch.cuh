@@ -1,4 +1,4 @@
-// The one place where a kernel is launched.
+// The one place where a kernel of the library is launched; the card of tests has its own.
 #pragma once
 
 #include <string>
@@ -49,31 +49,42 @@ inline void require_shared_memory(const void* kernel, int wanted) {
                              std::to_string(most) + " for a block");
 }
 
+// How the blocks of a kernel are placed.
+struct Placement {
+    // Behind a kernel of ours, the last one on the stream. The blocks may be placed on SMs while
+    // that one ends, and call await_kernel_before() first of all.
+    bool behind_ours = false;
+    // On pairs of SMs, where their number is even, as clusters of two. For kernels that may run
+    // long beside GEMMs: those of cuBLAS and CUTLASS are launched in clusters too, which need a
+    // pair or more in one GPC. Beside single SMs of ours some of theirs stay idle, and a GEMM that
+    // leaves our SMs free takes two rounds all the same (docs/performance.md, 43).
+    bool in_pairs = false;
+};
+constexpr Placement kInPairs{/*behind_ours=*/false, /*in_pairs=*/true};
+
 // Params are those of the kernel, so that braces will do for `p`.
 template <typename Params>
 void launch(const Kernel<Params>& kernel, const std::decay_t<Params>& p, int blocks, int threads,
-            int smem_bytes, cudaStream_t stream) {
+            int smem_bytes, cudaStream_t stream, Placement placement = {}) {
     require_shared_memory(kernel.address(), smem_bytes);
-    kernel.function()<<<blocks, threads, smem_bytes, stream>>>(p);
-    check_cuda(cudaGetLastError(), "kernel launch");
-}
-
-// Behind a kernel of ours, the last one on the stream: the blocks may be placed on SMs while that
-// one ends, and call await_kernel_before() first of all.
-template <typename Params>
-void launch_behind_ours(const Kernel<Params>& kernel, const std::decay_t<Params>& p, int blocks,
-                        int threads, int smem_bytes, cudaStream_t stream) {
-    require_shared_memory(kernel.address(), smem_bytes);
-    cudaLaunchAttribute overlap{};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2]{};
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(blocks);
     config.blockDim = dim3(threads);
     config.dynamicSmemBytes = smem_bytes;
     config.stream = stream;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
+    config.attrs = attributes;
+    if (placement.behind_ours) {
+        auto& early = attributes[config.numAttrs++];
+        early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+        early.val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (placement.in_pairs && blocks % 2 == 0 && fit_in_pairs(kernel.address(), threads)) {
+        auto& pairs = attributes[config.numAttrs++];
+        pairs.id = cudaLaunchAttributeClusterDimension;
+        pairs.val.clusterDim.x = 2;
+        pairs.val.clusterDim.y = pairs.val.clusterDim.z = 1;
+    }
     check_cuda(cudaLaunchKernelEx(&config, kernel.function(), p), "kernel launch");
 }
 

@@ -33,6 +33,22 @@ int load(const void* kernel, int device) {
     return most;
 }
 
+bool ask_for_pairs(const void* kernel, int threads, int smem_bytes) {
+    cudaLaunchAttribute pairs{};
+    pairs.id = cudaLaunchAttributeClusterDimension;
+    pairs.val.clusterDim.x = 2;
+    pairs.val.clusterDim.y = pairs.val.clusterDim.z = 1;
+    cudaLaunchConfig_t config{};
+    config.gridDim = dim3(2);
+    config.blockDim = dim3(threads);
+    config.dynamicSmemBytes = smem_bytes;
+    config.attrs = &pairs;
+    config.numAttrs = 1;
+    int clusters = 0;
+    check_cuda(cudaOccupancyMaxActiveClusters(&clusters, kernel, &config), "room for clusters");
+    return clusters > 0;
+}
+
 }  // namespace
 
 void register_kernel(const void* kernel) { all_kernels().push_back(kernel); }
@@ -50,6 +66,18 @@ int dynamic_shared_memory(const void* kernel) {
     const auto found = loaded.find({device, kernel});
     if (found != loaded.end()) return found->second;
     return loaded[{device, kernel}] = load(kernel, device);
+}
+
+bool fit_in_pairs(const void* kernel, int threads) {
+    static std::mutex mutex;
+    static std::map<std::pair<int, const void*>, bool> asked;
+    const int smem_bytes = dynamic_shared_memory(kernel);
+    int device = 0;
+    check_cuda(cudaGetDevice(&device), "current device");
+    const std::lock_guard<std::mutex> lock(mutex);
+    const auto found = asked.find({device, kernel});
+    if (found != asked.end()) return found->second;
+    return asked[{device, kernel}] = ask_for_pairs(kernel, threads, smem_bytes);
 }
 
 int num_kernels() { return int(all_kernels().size()); }

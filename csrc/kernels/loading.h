@@ -16,6 +16,10 @@ void load_kernels();
 // That a launch of the kernel on the current device may ask for, at most; loads it if need be.
 int dynamic_shared_memory(const void* kernel);
 
+// Whether the current device has room for a cluster of two blocks with as much shared memory as
+// they may have: a part of a GPU may have none.
+bool fit_in_pairs(const void* kernel, int threads);
+
 // How many there are, for tests.
 int num_kernels();
 

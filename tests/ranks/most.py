@@ -73,6 +73,19 @@ def refused(
     return told
 
 
+def left_behind(me: Rank, counts: list[list[int]]) -> list[list[int]]:
+    """The numbers that such a dispatch of static size leaves on the device, before anyone knows."""
+    buffer = made(me)
+    poison = [torch.full((size,), 7, dtype=torch.int32, device=me.device) for size in range(1, 300)]
+    del poison
+    _, out = sent(me, buffer, counts[me.rank], max_rows=400)
+    handle = out.handle
+    numbers = (out.counts, out.offsets, handle.padded_counts, handle.overflow_word)
+    found = [each.tolist() for each in (*numbers, handle.required_rows[None])]
+    buffer.destroy()
+    return found
+
+
 def accepted(me: Rank, counts: list[list[int]], max_rows: int | None, way: str) -> bool:
     """Whether a dispatch that says how many experts there are gives what any other gives."""
     buffer = made(me)

@@ -40,6 +40,13 @@ def test_every_rank_hears_of_a_token_with_too_many_experts(world, counts, topk, 
             assert isinstance(third, int), "nothing was sent, so the ranks are in step"
 
 
+@pytest.mark.not_on("torch_cpu", "torch_gpu", why="there the call itself raises")
+@pytest.mark.parametrize("counts", [ONE[:2], ONE], ids=["2_ranks", "4_ranks"])
+def test_a_grouped_product_behind_a_refused_dispatch_finds_no_rows(world, counts):
+    for numbers in world(len(counts)).run(most.left_behind, counts):
+        assert all(value == 0 for each in numbers for value in each), numbers
+
+
 @pytest.mark.parametrize("way", ["eager", "compiled"])
 @pytest.mark.parametrize("max_rows", [None, 400])
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])

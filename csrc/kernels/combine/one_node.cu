@@ -244,7 +244,8 @@ auto pick(SumType type) {
 
 void launch_combine(const CombineParams& p, cudaStream_t stream) {
     launch(p.summed.weights != nullptr ? pick<true>(p.summed.type) : pick<false>(p.summed.type), p,
-           p.num_blocks, kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
+           p.num_blocks, kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream,
+           kInPairs);
 }
 
 }  // namespace hybrid_ep::kernels

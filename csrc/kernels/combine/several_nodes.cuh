@@ -119,7 +119,7 @@ void launch_combine(const NodesContext& context, const kernels::CombineParams& p
     launch(p.summed.weights != nullptr ? pick_combine<true, Network>(p.summed.type)
                                        : pick_combine<false, Network>(p.summed.type),
            {context, p.summed, push, forward, home, p.slices, p.ring}, p.num_blocks,
-           kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream);
+           kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream, kInPairs);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

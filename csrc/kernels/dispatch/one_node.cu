@@ -106,15 +106,14 @@ auto pick_backward(SumType type) {
 }  // namespace
 
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
-    const auto launch_it =
-        p.behind_routing ? launch_behind_ours<DispatchParams> : launch<DispatchParams>;
-    launch_it(kKernel<dispatch>, p, p.num_blocks, kDispatchThreads,
-              layout::dynamic_smem_bytes(p.ring, 1), stream);
+    launch(kKernel<dispatch>, p, p.num_blocks, kDispatchThreads,
+           layout::dynamic_smem_bytes(p.ring, 1), stream,
+           {/*behind_ours=*/p.behind_routing, /*in_pairs=*/true});
 }
 
 void launch_combine_backward(const CombineBackwardParams& p, cudaStream_t stream) {
     launch(pick_backward(p.weighted.type), p, p.dispatch.num_blocks, kBackwardThreads,
-           layout::scale_smem_bytes(p.dispatch.ring, kScalers), stream);
+           layout::scale_smem_bytes(p.dispatch.ring, kScalers), stream, kInPairs);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -155,14 +155,16 @@ void launch_combine_backward(const NodesContext& context, const kernels::Combine
     launch(pick_backward<Network>(p.weighted.type),
            {{context, dispatch, dispatch.first_block}, p.weighted},
            dispatch.first_block + dispatch.num_blocks, kBackwardThreads,
-           max(layout::scale_smem_bytes(dispatch.ring, kScalers), kSendSmemBytes), stream);
+           max(layout::scale_smem_bytes(dispatch.ring, kScalers), kSendSmemBytes), stream,
+           kInPairs);
 }
 
 template <typename Network>
 void launch_dispatch(const NodesContext& context, const kernels::DispatchParams& p,
                      cudaStream_t stream) {
     launch(kKernel<dispatch<Network>>, {context, p, p.first_block}, p.first_block + p.num_blocks,
-           kDispatchThreads, max(layout::dynamic_smem_bytes(p.ring, 1), kSendSmemBytes), stream);
+           kDispatchThreads, max(layout::dynamic_smem_bytes(p.ring, 1), kSendSmemBytes), stream,
+           kInPairs);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

@@ -114,6 +114,18 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
     }
 }
 
+// The whole block, after a fault: no rows. What comes next on the stream may use the numbers before
+// the host hears of the fault, as a grouped GEMM uses offsets.
+__device__ void report_nothing(const NewLayout& layout, int num_local_experts) {
+    for (int e = threadIdx.x; e <= num_local_experts; e += kThreads) {
+        layout.offsets[e] = 0;
+        if (e == num_local_experts) continue;
+        layout.counts[e] = 0;
+        layout.padded_counts[e] = 0;
+    }
+    if (threadIdx.x == 0) *layout.required_rows = *layout.overflow = 0;
+}
+
 // The whole block, once it has seen the announcements of all ranks: whether the tokens of all of
 // them have slots for their experts. All ranks see the same, so none goes on where one does not.
 __device__ bool have_slots_enough(const Context& c, uint64_t epoch, uint64_t mine) {
@@ -220,10 +232,11 @@ __global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParam
     for (int i = threadIdx.x; i < words; i += kThreads) smem.before[i] = 0;
     const Stopwatch waiting(p.context.trace);
     if (!wait_all_flags(p.context.mine(), b, Phase::kRoute, p.num_publish_blocks, epoch,
-                        b.topk & 0xFFFF, watch)) {
+                        b.topk & 0xFFFF, watch) ||
+        (blockIdx.x == 0 && !await_call(p, handle, epoch))) {
+        if (blockIdx.x == 0) report_nothing(p.layout, b.num_local_experts);
         return;
     }
-    if (blockIdx.x == 0 && !await_call(p, handle, epoch)) return;
     waiting.stop(Span::kAwaitRouting, epoch);
     const Stopwatch assigning(p.context.trace);
     sum_counts(p, smem, source, chunk, epoch);
@@ -249,8 +262,8 @@ __global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParam
 
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream) {
     const auto& b = p.context.buffer;
-    launch_behind_ours(kKernel<assign_rows>, p, b.num_ranks * b.num_chunks, kThreads,
-                       Smem::bytes(b.num_local_experts), stream);
+    launch(kKernel<assign_rows>, p, b.num_ranks * b.num_chunks, kThreads,
+           Smem::bytes(b.num_local_experts), stream, {/*behind_ours=*/true});
 }
 
 }  // namespace hybrid_ep::kernels

@@ -367,7 +367,9 @@ class CudaBackend:
         ticket = self._tickets.pop(layout.data_ptr(), None)
         # a replayed layout has no mail, and one that was routed long ago has lost its own
         if ticket is None or self._last_ticket - ticket >= _MAIL_LIFETIME:
-            return int(layout[_REQUIRED_ROWS])
+            required = int(layout[_REQUIRED_ROWS])
+            self.check()  # after a fault it is no number of rows
+            return required
         return self._await_offsets(ticket, stream)[-1]
 
     def _await_offsets(self, ticket: int, stream: int) -> Sequence[int]:
