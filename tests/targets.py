@@ -86,6 +86,8 @@ NODES = Target("nodes", "nvshmem", "cuda", nodes="several")
 
 SAME_PYTHON = "what it checks does not depend on the tensors' device: torch_cpu shows it"
 
+SAME_OPS = "a compiler sees the ops, which nvlink and nodes share: nvlink shows it"
+
 ALL = (TORCH_CPU, TORCH_GPU, NVLINK, NODES)
 KERNELS = (NVLINK, NODES)
 

@@ -14,15 +14,19 @@ from tests.cases import Case
 from tests.checks import same_bytes
 from tests.ranks import compiled
 from tests.ranks.compiled import Program
+from tests.targets import SAME_OPS
 
 pytestmark = pytest.mark.not_on(
     "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
 )
+of_one_node = pytest.mark.not_on("nodes", why=SAME_OPS)
 PROGRAMS = [
     Program("exact", "D0 D1 C0 C1", training=True, exact=True),
+    Program("max_rows_crossed_dynamic", "D0 D1 C1 C0", training=True, dynamic=True),
+]
+MORE_PROGRAMS = [
     Program("exact_dynamic", "D0 D1 C0 C1", training=True, exact=True, dynamic=True),
     Program("max_rows_crossed", "D0 D1 C1 C0", training=True),
-    Program("max_rows_crossed_dynamic", "D0 D1 C1 C0", training=True, dynamic=True),
     Program("three_in_flight_crossed", "D0 D1 D2 C1 C2 C0", (16, 512, 48), training=True),
     Program("unused_results", "D0- D1 C1 C1-"),
     Program("equal_dispatches_and_combines", "D0 D0 D1 C0 C0 C1"),
@@ -35,7 +39,11 @@ PROGRAMS = [
 ]
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+@pytest.mark.parametrize(
+    "program",
+    [*PROGRAMS, *(pytest.param(program, marks=of_one_node) for program in MORE_PROGRAMS)],
+    ids=str,
+)
 def test_verbs_keep_program_order(world, inductor_cache, program):
     if program.exact and program.dynamic and torch.__version__ < "2.7":
         pytest.skip(
@@ -58,6 +66,7 @@ def check(results: list[dict[str, Any]], order: list[str]) -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
 
 
+@of_one_node
 def test_a_process_with_another_buffer_does_not_get_the_code_of_the_first(
     fresh_world, inductor_cache
 ):

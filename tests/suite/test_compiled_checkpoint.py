@@ -10,11 +10,13 @@ import torch
 from tests.cases import Case
 from tests.launch import Pool
 from tests.ranks import recomputed
+from tests.targets import SAME_OPS
 
 pytestmark = [
     pytest.mark.not_on(
         "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
     ),
+    pytest.mark.not_on("nodes", why=SAME_OPS),
     pytest.mark.skipif(
         torch.__version__ < "2.7",
         reason="torch 2.6 runs a compiled function eagerly in a checkpoint with a policy, and "

@@ -7,10 +7,14 @@ import torch
 
 from tests.ranks import nothing
 from tests.ranks.nothing import Nothing
+from tests.targets import SAME_OPS
 
-pytestmark = pytest.mark.not_on(
-    "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
-)
+pytestmark = [
+    pytest.mark.not_on(
+        "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
+    ),
+    pytest.mark.not_on("nodes", why=SAME_OPS),
+]
 ALL, OF_RANK_0 = range(8), range(4)
 CASES = [
     Nothing("no_tokens", (0, 192), ALL),

@@ -3,7 +3,9 @@
 import pytest
 
 from tests.ranks import most
+from tests.targets import SAME_OPS
 
+of_one_node = pytest.mark.not_on("nodes", why=SAME_OPS)
 FEW = [[1, 2, 0, 2], [2] * 17, [], [1]]
 ONE = [[1, 2, 0, 2], [2] * 16 + [5], [], [1]]
 SEVERAL = [[1, 3], [2, 5, 2], [], [4]]
@@ -15,8 +17,9 @@ def guilty(counts):
     return {(rank, max(each)) for rank, each in enumerate(counts) if max(each, default=0) > 2}
 
 
-@pytest.mark.parametrize("max_rows", [None, 400])
-@pytest.mark.parametrize("as_ops", [False, True], ids=["", "as_ops"])
+@pytest.mark.parametrize(
+    ("as_ops", "max_rows"), [(False, None), (False, 400), (True, None)], ids=["exact", "400", "ops"]
+)
 @pytest.mark.parametrize(
     ("counts", "topk"),
     [
@@ -47,8 +50,10 @@ def test_a_grouped_product_behind_a_refused_dispatch_finds_no_rows(world, counts
         assert all(value == 0 for each in numbers for value in each), numbers
 
 
-@pytest.mark.parametrize("way", ["eager", "compiled"])
+@pytest.mark.parametrize(
+    ("way", "num_ranks"),
+    [("eager", 1), ("eager", 2), ("eager", 4), pytest.param("compiled", 2, marks=of_one_node)],
+)
 @pytest.mark.parametrize("max_rows", [None, 400])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_where_all_have_room_nothing_changes(world, num_ranks, max_rows, way):
     assert world(num_ranks).run(most.accepted, FEW[:num_ranks], max_rows, way) == [True] * num_ranks
