@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from hybrid_ep.bench.overlap import OverlapOptions
+from hybrid_ep.bench.overlap import OverlapOptions, products, sweep
 from hybrid_ep.bench.overlap.chart import curves
 from hybrid_ep.bench.overlap.hiding import allowed, hidden
+from hybrid_ep.bench.overlap.streams import Ends
 from hybrid_ep.bench.overlap.table import print_overlaps
 from hybrid_ep_cli.main import main
 
@@ -77,6 +79,42 @@ def test_commands_that_mean_nothing(
 ) -> None:
     assert main(["bench", "--ranks", "2", *asked]) == 2
     assert rule in capsys.readouterr().err
+
+
+def test_no_communication_on_all_SMs() -> None:
+    options = OverlapOptions(sms=(8, 132))
+    options.check_device(133)
+    with pytest.raises(ValueError, match=r"--sms must be below the 132 SMs .*, got 132"):
+        options.check_device(132)
+
+
+def test_where_nothing_can_be_hidden_there_is_no_part_of_it() -> None:
+    way = sweep.Way("nvlink", 132, lambda i: None)
+    found = sweep._hidden(way, 100, 400, 132, Ends(100, 500, 500))
+    assert found["allowed_part"] == 0 and found["hidden_of_allowed"] is None
+
+
+def test_a_torch_without_the_setting_times_products_on_all_SMs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert sweep.runnable(OverlapOptions(product_sms=("all",))) == (
+        OverlapOptions(product_sms=("all",)),
+        [],
+    )
+    monkeypatch.setattr(sweep, "CAN_LEAVE_FREE", False)
+    options, (reason,) = sweep.runnable(OverlapOptions())
+    assert options == OverlapOptions(product_sms=("all",))
+    assert reason.startswith("GEMMs on the rest: products of torch")
+
+
+def test_products_with_nothing_beside_them_change_no_setting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("_get_sm_carveout_experimental", "_set_sm_carveout_experimental"):
+        monkeypatch.delattr(torch._C, name, raising=False)
+    made: list[int] = []
+    products.Products(made.append, 3)()
+    assert made == [0, 1, 2]
 
 
 def record(**values: Any) -> dict[str, Any]:

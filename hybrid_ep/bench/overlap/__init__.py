@@ -1,7 +1,7 @@
 """How much of dispatch and combine hides behind matrix products on another stream.
 
-A rank has two streams: one of the highest priority for dispatch and combine, one of the default
-priority for the products. Each is timed alone, and both together from the same moment on.
+A rank has two streams: one of high priority for dispatch and combine, one of the default priority
+for the products. Each is timed alone, and both together from the same moment on.
 
     shorter = min(communication alone, products alone)
     hidden  = (communication alone + products alone - both) / shorter

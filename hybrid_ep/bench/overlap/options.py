@@ -60,6 +60,14 @@ class OverlapOptions:
             if value < least:
                 raise ValueError(f"--{name} must be at least {least}, got {value}")
 
+    def check_device(self, total_sms: int) -> None:
+        """Raise ValueError where communication would take every SM of the GPU."""
+        if max(self.sms) >= total_sms:
+            raise ValueError(
+                f"--sms must be below the {total_sms} SMs of this GPU with --overlap, got "
+                f"{max(self.sms)}: no SM would be left for the products"
+            )
+
     def loads(self, num_ranks: int) -> Iterator[Load]:
         """Every combination of the sizes; ValueError for one that breaks a rule."""
         sizes = itertools.product(self.tokens, self.hidden, self.experts, self.topk)

@@ -11,6 +11,9 @@ import torch
 
 from hybrid_ep.bench.inputs import NUM_INPUTS
 
+CAN_LEAVE_FREE = hasattr(torch._C, "_set_sm_carveout_experimental")
+"""Whether products of this torch can leave SMs free."""
+
 _SLOWER_BESIDE = 1.2  # communication beside products takes so much longer, about
 
 
@@ -32,7 +35,7 @@ class Products:
 
     def __call__(self, *, free_sms: int = 0, beside: int = 0) -> None:
         """Launch them; the first ``beside`` of them leave ``free_sms`` SMs free."""
-        with leaving_free(free_sms):
+        with leaving_free(free_sms) if beside else contextlib.nullcontext():
             for i in range(beside):
                 self._product(i)
         for i in range(beside, self._count):
@@ -55,7 +58,7 @@ def dense(gemm: tuple[int, int, int], count: int, device: torch.device) -> Produ
 
 @contextlib.contextmanager
 def leaving_free(sms: int) -> Iterator[None]:
-    """Products launched inside leave so many SMs free.
+    """Products launched inside leave so many SMs free; for a torch that ``CAN_LEAVE_FREE``.
 
     torch sets a target for cuBLASLt and for its grouped products (CUTLASS); its calls of plain
     cuBLAS know none, so that cuBLASLt is preferred inside.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, Inputs, make_inputs
 from hybrid_ep.bench.options import Load
 from hybrid_ep.bench.overlap.hiding import allowed, hidden
 from hybrid_ep.bench.overlap.options import OverlapOptions
-from hybrid_ep.bench.overlap.products import dense, gemms_beside
+from hybrid_ep.bench.overlap.products import CAN_LEAVE_FREE, dense, gemms_beside
 from hybrid_ep.bench.overlap.streams import Ends, Launch, Pair, Streams
 from hybrid_ep.buffer import Buffer, combine, dispatch
 from hybrid_ep.config import Config
@@ -50,15 +50,31 @@ def measure_overlap(device: torch.device, options: OverlapOptions) -> dict[str, 
         all ranks; see ``hybrid_ep_cli.bench``.
 
     Raises:
-        ValueError: the device is no GPU.
+        ValueError: the device is no GPU, or an option asks for all of its SMs.
     """
     if device.type != "cuda":
         raise ValueError(f"--overlap must run on GPUs, got {device.type}: streams are CUDA's")
-    clock = Clock(device)
+    options.check_device(_total_sms(device))
     report: dict[str, Any] = {"overlaps": [], "skipped": []}
+    options, skipped = runnable(options)
+    report["skipped"] += skipped
+    clock = Clock(device)
     for load in options.loads(dist.get_world_size()):
         _measure_load(load, options, clock, report)
     return report
+
+
+def runnable(options: OverlapOptions) -> tuple[OverlapOptions, list[str]]:
+    """The options that this torch can run, and why others are skipped."""
+    if CAN_LEAVE_FREE or "rest" not in options.product_sms:
+        return options, []
+    kept = tuple(each for each in options.product_sms if each != "rest")
+    reason = f"GEMMs on the rest: products of torch {torch.__version__} cannot leave SMs free"
+    return replace(options, product_sms=kept), [reason]
+
+
+def _total_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _measure_load(
@@ -139,7 +155,7 @@ def _time(
             beside = gemms_beside(alone[way], products_us, options.gemms)
             launch = functools.partial(products, free_sms=way.sms, beside=beside)
         pairs.append(Pair(way.launch, launch))
-    total_sms = torch.cuda.get_device_properties(clock.device).multi_processor_count
+    total_sms = _total_sms(clock.device)
     for (way, product_sms), ends in zip(settings, take_turns(pairs), strict=True):
         yield {
             "ranks": dist.get_world_size(),
@@ -167,5 +183,5 @@ def _hidden(
         "both_us": ends.both_us,
         "hidden_part": part,
         "allowed_part": most,
-        "hidden_of_allowed": None if most is None else part / most,
+        "hidden_of_allowed": part / most if most else None,
     }
