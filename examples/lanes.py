@@ -32,7 +32,7 @@ class Lane:
     def __init__(self, device: torch.device, *, beside: bool = True) -> None:
         self.stream = None
         if beside and device.type == "cuda":
-            # waiting blocks of a stream of higher priority are placed on SMs first
+            # blocks that wait on a stream of higher priority are placed on SMs first
             self.stream = torch.cuda.Stream(device, priority=-1)
 
     def now(self) -> torch.cuda.Event | None:
@@ -72,28 +72,27 @@ class Arrival:
         if self.ended is not None:
             torch.cuda.current_stream().wait_event(self.ended)
             _record(self.result, torch.cuda.current_stream())
-        return tree_map_only(Tensor, _arrived, self.result)
+        return tree_map_only(Tensor, recompute_from, self.result)
 
 
 def _record(nest: Any, stream: torch.cuda.Stream) -> None:
-    """Tell the allocator that the stream uses the tensors, which another stream's memory holds."""
+    """Tell the allocator that the stream uses tensors of another stream's memory."""
     for tensor in tree_iter(nest):
         if isinstance(tensor, Tensor) and tensor.is_cuda:
             tensor.record_stream(stream)
 
 
-def _arrived(tensor: Tensor) -> Tensor:
+def recompute_from(tensor: Tensor) -> Tensor:
+    """Identity, in whose backward an activation checkpoint begins to recompute.
+
+    A recomputation runs on the stream that is current when the first saved tensor is asked for, and
+    behind what the node that asks waits for. This node saves a tensor and is on the stream of its
+    caller. Made last in a checkpointed function, it is the first node of its backward.
+    """
     return _Arrived.apply(tensor) if tensor.requires_grad else tensor
 
 
 class _Arrived(torch.autograd.Function):
-    """Identity, whose backward is on the caller's stream.
-
-    It saves a tensor so that an activation checkpoint begins to recompute there, not in a node of
-    the lane: a recomputation runs on the stream that is current when a saved tensor is first asked
-    for.
-    """
-
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         ctx.save_for_backward(tensor.new_empty(0))
@@ -127,27 +126,37 @@ def in_turns(
         lane: for dispatch and combine.
         parts: arguments of each dispatch, perhaps made when they are asked for.
         dispatch: ``dispatch(*part)``.
-        experts: of what dispatch returned; the rows for combine.
-        combine: ``combine(rows, what dispatch returned)``.
+        experts: of the result of dispatch; returns the rows for combine.
+        combine: ``combine(rows, result of dispatch)``.
         host_waits: whether a dispatch holds the host.
 
     Returns:
-        list: of each part, what combine returns.
+        list: the result of combine of each part.
     """
-    ready: Iterable[Any] = ((part, lane.now()) for part in parts)
-    ready = list(ready) if host_waits else ready
-    coming: Iterable[Arrival] = (lane.start(dispatch, *part, since=now) for part, now in ready)
-    coming = coming if host_waits else list(coming)
-    home: list[Arrival] = []
+
+    def compute(dispatched: Arrival) -> tuple[Tensor, Any, torch.cuda.Event | None]:
+        arrived = dispatched.wait()
+        return experts(arrived), arrived, lane.now()
+
+    def launch(computed: tuple[Tensor, Any, torch.cuda.Event | None] | None) -> list[Arrival]:
+        if computed is None:
+            return []
+        rows, arrived, since = computed
+        return [lane.start(combine, rows, arrived, since=since)]
+
+    combined: list[Arrival] = []
     computed = None
-    for each in coming:
-        if computed is not None:
-            home.append(lane.start(combine, *computed[:2], since=computed[2]))
-        arrived = each.wait()
-        computed = experts(arrived), arrived, lane.now()
-    if computed is not None:
-        home.append(lane.start(combine, *computed[:2], since=computed[2]))
-    return home
+    if host_waits:
+        ready = [(part, lane.now()) for part in parts]
+        for part, since in ready:
+            dispatched = lane.start(dispatch, *part, since=since)
+            combined += launch(computed)
+            computed = compute(dispatched)
+    else:
+        for dispatched in [lane.start(dispatch, *part) for part in parts]:
+            combined += launch(computed)
+            computed = compute(dispatched)
+    return combined + launch(computed)
 
 
 CAN_FREE = hasattr(torch._C, "_set_sm_carveout_experimental")
@@ -156,8 +165,9 @@ CAN_FREE = hasattr(torch._C, "_set_sm_carveout_experimental")
 class FreeSms:
     """Matrix products between two points of a model leave SMs free, forward and backward.
 
-    The setting is torch's, experimental, of the whole process; it holds for cuBLASLt and grouped
-    products, so prefer cuBLASLt (``torch.backends.cuda.preferred_blas_library("cublaslt")``).
+    The setting is torch's, experimental, and holds for the whole process. It acts on cuBLASLt and
+    on grouped products, so cuBLASLt is preferred between the points. Outside of them both settings
+    are as they were before.
 
     Args:
         sms: how many; 0: none, and nothing is set.
@@ -167,22 +177,59 @@ class FreeSms:
         if sms and not CAN_FREE:
             raise ValueError(f"sms must be 0 with torch {torch.__version__}, got {sms}")
         self._sms, self._is_backward = sms, False
+        self._has_blas = torch.cuda.is_available()
+        self._before: tuple[Any, Any] | None = None  # the settings outside, while inside
 
     def begin(self, x: Tensor) -> Tensor:
-        """From here on; the identity. ``x`` requires a gradient where there is a backward."""
-        return _Turn.apply(x, self, True) if self._sms else x
+        """From here on; the identity.
+
+        Raises:
+            ValueError: gradients are recorded and ``x`` requires none: the backward of this point,
+                where products stop to leave SMs free, would never run.
+        """
+        if not self._sms:
+            return x
+        if torch.is_grad_enabled() and not x.requires_grad:
+            raise ValueError(
+                "x of FreeSms.begin must require a gradient, got one that requires none: begin "
+                "behind a parameter, or under torch.no_grad()"
+            )
+        return _Turn.apply(x, self, True)
 
     def end(self, y: Tensor) -> Tensor:
         """Up to here; the identity, of what was computed from the result of ``begin``."""
         return _Turn.apply(y, self, False) if self._sms else y
+
+    def reset(self) -> None:
+        """Restore the settings, after a forward or a backward that may have ended in between."""
+        self._is_backward = False
+        self._set(is_between=False)
 
     def turn(self, is_begin: bool, is_backward: bool) -> None:
         """Pass one of the points, in either direction."""
         if is_backward:
             self._is_backward = not is_begin
         # a recomputation passes both points in the middle of the backward, which goes on behind it
-        is_between = self._is_backward if is_backward else is_begin or self._is_backward
-        torch._C._set_sm_carveout_experimental(self._sms if is_between else None)
+        self._set(is_between=self._is_backward if is_backward else is_begin or self._is_backward)
+
+    def _set(self, *, is_between: bool) -> None:
+        if is_between == (self._before is not None):
+            return
+        if is_between:
+            self._before = torch._C._get_sm_carveout_experimental(), self._prefer("cublaslt")
+            torch._C._set_sm_carveout_experimental(self._sms)
+        else:
+            (sms, blas), self._before = self._before, None
+            torch._C._set_sm_carveout_experimental(sms)
+            self._prefer(blas)
+
+    def _prefer(self, blas: Any) -> Any:
+        """Prefer this library for products; returns the one that was preferred before."""
+        if not self._has_blas:
+            return None
+        before = torch.backends.cuda.preferred_blas_library()
+        torch.backends.cuda.preferred_blas_library(blas)
+        return before
 
 
 class _Turn(torch.autograd.Function):

@@ -71,8 +71,8 @@ class Layer(nn.Module):
                 yield mixed[-1], topk_idx, topk_weights
 
         calls = self._dispatch, self._compute, self._combine
-        home = in_turns(self.lane, routed(), *calls, host_waits=self.max_rows is None)
-        return torch.cat([part + y.wait() for part, y in zip(mixed, home, strict=True)])
+        combined = in_turns(self.lane, routed(), *calls, host_waits=self.max_rows is None)
+        return torch.cat([part + y.wait() for part, y in zip(mixed, combined, strict=True)])
 
     def _dispatch(self, x: Tensor, topk_idx: Tensor, weights: Tensor) -> hybrid_ep.Dispatched:
         bounds = {"max_rows": self.max_rows, "num_sms": self.num_sms}
@@ -151,7 +151,7 @@ def main() -> None:
             raise RuntimeError(f"{name} must not depend on the streams, and differs between them")
     if dist.get_rank() == 0:
         print(buffer.describe())
-        print("losses and gradients are the same bits")
+        print("results and gradients are the same bits")
         print(f"forward and backward, two halves: one stream {times[0]:.2f} ms, ", end="")
         print(f"communication beside the caller's stream {times[1]:.2f} ms")
     dist.barrier()  # peers may still read this rank's memory

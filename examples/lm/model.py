@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hybrid_ep
-from examples.lanes import FreeSms, Lane, in_turns
+from examples.lanes import FreeSms, Lane, in_turns, recompute_from
 from examples.lm.moves import Arrived, Moves
 from examples.lm.options import Options, Sizes
 from examples.lm.spans import Spans
@@ -42,7 +42,7 @@ class Routed(NamedTuple):
 
 
 class Norm(nn.RMSNorm):
-    """In the dtype of what it is given, for which torch has one kernel."""
+    """In the dtype of its input, for which torch has one kernel."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.eps)
@@ -96,6 +96,7 @@ class Block(nn.Module):
         buffer: says which experts are this rank's.
         moves: dispatch and combine.
         lane: where they run.
+        free_sms: around products that run beside them.
         spans: their times.
         seed: of the router and the experts.
     """
@@ -106,6 +107,7 @@ class Block(nn.Module):
         buffer: hybrid_ep.Buffer,
         moves: Moves,
         lane: Lane,
+        free_sms: FreeSms,
         spans: Spans,
         seed: int,
     ) -> None:
@@ -113,7 +115,7 @@ class Block(nn.Module):
         sizes = options.sizes
         self.halves, self.recompute = options.overlap == "halves", options.recompute
         self.moves, self.lane, self.spans = moves, lane, spans
-        self.dtype, self.free_sms = buffer.dtype, FreeSms(options.leave_free)
+        self.dtype, self.free_sms = buffer.dtype, free_sms
         self.norm1, self.norm2 = Norm(sizes.hidden), Norm(sizes.hidden)
         self.attention, self.shared = Attention(sizes), SharedExpert(sizes)
         self.router = Router(
@@ -133,7 +135,7 @@ class Block(nn.Module):
         # a plain sum keeps no rows for its backward, so combine need not be made again
         y, rows, arrived, aux_loss = self._checkpointed(self._until_combine, x, turn)
         y = y + self.lane.start(self._combine, rows, arrived).wait().view_as(y)
-        return y, aux_loss, *_told([arrived])
+        return y, aux_loss, *_load_of([arrived])
 
     def _checkpointed(self, function: Callable[..., Any], *inputs: Any) -> Any:
         if self.recompute:
@@ -145,40 +147,43 @@ class Block(nn.Module):
         ready, shared = self.lane.now(), None
         if self.moves.host_waits:  # queued before the host waits, else behind the dispatch
             shared = self._beside(tokens)
-        coming = self.lane.start(self._dispatch, tokens, *routing, since=ready)
+        dispatched = self.lane.start(self._dispatch, tokens, *routing, since=ready)
         if shared is None:
             shared = self._beside(tokens)
-        y, arrived = mixed + shared.view_as(mixed), coming.wait()
-        return y, self._compute(arrived), arrived.without_rows(), aux_loss
+        arrived = dispatched.wait()
+        rows = self._compute(arrived)
+        # made last, so that the recomputation begins there and not behind the backward of combine
+        y = recompute_from(mixed + shared.view_as(mixed))
+        return y, rows, arrived.without_rows(), aux_loss
 
     def _beside(self, tokens: Tensor) -> Tensor:
         return self.free_sms.end(self.shared(self.free_sms.begin(tokens)))
 
     def _in_halves(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         x = self.free_sms.begin(x)
-        mixed, sent, aux_losses, told = [], [], [], []
+        mixed, inputs, aux_losses, arrivals = [], [], [], []
 
         def parts() -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             for half in x.chunk(2):
                 one, tokens, routing, aux_loss = self._mix(half, turn)
                 mixed.append(one)
-                sent.append(tokens)
+                inputs.append(tokens)
                 aux_losses.append(aux_loss)
                 yield tokens, *routing
 
         def compute(arrived: Arrived) -> Tensor:
-            told.append(arrived.without_rows())
+            arrivals.append(arrived.without_rows())
             return self._compute(arrived)
 
         calls = self._dispatch, compute, self._combine
-        home = in_turns(self.lane, parts(), *calls, host_waits=self.moves.host_waits)
-        shared = [self.shared(tokens) for tokens in sent]
+        combined = in_turns(self.lane, parts(), *calls, host_waits=self.moves.host_waits)
+        shared = [self.shared(tokens) for tokens in inputs]
         summed = [
             one + (extra + routed.wait()).view_as(one)
-            for one, extra, routed in zip(mixed, shared, home, strict=True)
+            for one, extra, routed in zip(mixed, shared, combined, strict=True)
         ]
         y = self.free_sms.end(torch.cat(summed))
-        return y, torch.stack(aux_losses).mean(), *_told(told)
+        return y, torch.stack(aux_losses).mean(), *_load_of(arrivals)
 
     def _mix(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor], Tensor]:
         """The residual, the tokens ``[T, H]`` for the experts, their routing, and its loss."""
@@ -198,7 +203,11 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Bytes in, the loss of the next byte out."""
+    """Bytes in, the loss of the next byte out.
+
+    Attributes:
+        free_sms: of all layers; reset it after a step that may have raised.
+    """
 
     def __init__(
         self, options: Options, buffer: hybrid_ep.Buffer, moves: Moves, spans: Spans
@@ -207,12 +216,13 @@ class Model(nn.Module):
         sizes = options.sizes
         self.dtype = buffer.dtype
         lane = Lane(buffer.device, beside=options.overlap != "none")
+        self.free_sms = FreeSms(options.leave_free)
         torch.manual_seed(options.seed)  # what is not the experts' is equal on all ranks
         with buffer.device:
             self.embed = nn.Embedding(VOCABULARY, sizes.hidden)
             self.blocks = nn.ModuleList(
-                Block(options, buffer, moves, lane, spans, options.seed * 1_000 + layer)
-                for layer in range(sizes.layers)
+                Block(options, buffer, moves, lane, self.free_sms, spans, seed)
+                for seed in range(options.seed * 1_000, options.seed * 1_000 + sizes.layers)
             )
             self.norm = Norm(sizes.hidden)
             self.head = nn.Linear(sizes.hidden, VOCABULARY, bias=False)
@@ -227,20 +237,20 @@ class Model(nn.Module):
     def forward(self, text: Tensor) -> tuple[Tensor, Routed]:
         """Mean nats per byte of ``text``, int64 ``[B, S + 1]``; *collective*."""
         x = self.embed(text[:, :-1]).to(self.dtype)
-        told = []
+        layers = []
         for block in self.blocks:
             x, *of_layer = block(x, self.turn)
-            told.append(of_layer)
+            layers.append(of_layer)
         logits = self.head(self.norm(x)).float()
         loss = F.cross_entropy(logits.flatten(0, 1), text[:, 1:].flatten())
-        aux_losses, counts, dropped = zip(*told, strict=True)
+        aux_losses, counts, dropped = zip(*layers, strict=True)
         routed = Routed(
             torch.stack(aux_losses).mean(), torch.stack(counts), torch.stack(dropped).sum()
         )
         return loss, routed
 
 
-def _told(arrived: list[Arrived]) -> tuple[Tensor, Tensor]:
+def _load_of(arrived: list[Arrived]) -> tuple[Tensor, Tensor]:
     """Rows of each expert, and rows dropped, over the parts of a batch."""
     counts = torch.stack([each.offsets.diff() for each in arrived]).sum(dim=0)
     dropped = [each.dropped for each in arrived if each.dropped is not None]
@@ -249,7 +259,7 @@ def _told(arrived: list[Arrived]) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _draw(experts: GroupedExperts, buffer: hybrid_ep.Buffer, seed: int) -> None:
-    """Each expert from a seed of its own, whatever rank has it; on the device, which is fast."""
+    """Each expert from a seed of its own, on any rank; on the device, which is fast."""
     first = buffer.topology.rank * buffer.num_local_experts
     for expert in range(buffer.num_local_experts):
         number = (seed + 1) * 100_003 + first + expert

@@ -15,8 +15,8 @@ from tests.ranks import lanes
     ids=["whole", "halves", "halves-max_rows"],
 )
 def test_streams_change_no_bit(world, num_parts, bounded, recompute):
-    for told in world(2).run(lanes.both_ways, num_parts, bounded, recompute):
-        for one_stream, with_lane in told:
+    for steps in world(2).run(lanes.both_ways, num_parts, bounded, recompute):
+        for one_stream, with_lane in steps:
             assert one_stream.keys() == with_lane.keys() and "experts.w1" in one_stream
             for name, tensor in one_stream.items():
                 assert torch.equal(tensor, with_lane[name]), name

@@ -10,6 +10,8 @@ import torch
 
 from examples.lanes import CAN_FREE, FreeSms, Lane, in_turns
 
+pytestmark = pytest.mark.filterwarnings("ignore:Setting the SM carveout")
+
 
 class Stream:
     """What ended before anything that is queued on it from now on."""
@@ -63,7 +65,7 @@ def test_calls_wait_for_their_inputs_and_for_nothing_else(monkeypatch, host_wait
             streams.work(f"mix_{half}")
             yield (half,)
 
-    home = in_turns(
+    combined = in_turns(
         lane,
         parts(),
         lambda half: streams.work(f"D_{half}"),
@@ -85,7 +87,7 @@ def test_calls_wait_for_their_inputs_and_for_nothing_else(monkeypatch, host_wait
     order = list(streams.seen)
     assert (order.index("E_a") < order.index("D_b")) == host_waits
     assert (order.index("mix_b") < order.index("D_a")) == host_waits
-    for half, arrival in zip("ab", home, strict=True):
+    for half, arrival in zip("ab", combined, strict=True):
         assert f"C_{half}" not in streams.caller.known
         assert arrival.wait() == f"C_{half}"
         assert f"C_{half}" in streams.caller.known
@@ -139,7 +141,6 @@ def test_a_recomputation_begins_where_the_result_arrives():
 
 
 @pytest.mark.skipif(not CAN_FREE, reason="this torch has no such setting")
-@pytest.mark.filterwarnings("ignore:Setting the SM carveout")
 @pytest.mark.parametrize("inside", [True, False], ids=["points_inside", "checkpoint_around_more"])
 def test_products_between_two_points_leave_sms_free(inside):
     """In the forward, the recomputation and the backward, and nowhere else."""
@@ -175,3 +176,72 @@ def test_products_between_two_points_leave_sms_free(inside):
         assert seen == [*forward, *forward, ("behind'", None), ("between'", 16), ("before'", None)]
     assert sms.begin(x) is not x and FreeSms(0).begin(x) is x
     torch._C._set_sm_carveout_experimental(None)
+
+
+@pytest.fixture
+def carveout():
+    """Reads torch's setting, which is 24 before the test."""
+    if not CAN_FREE:
+        pytest.skip("this torch has no such setting")
+    torch._C._set_sm_carveout_experimental(24)
+    yield torch._C._get_sm_carveout_experimental
+    torch._C._set_sm_carveout_experimental(None)
+
+
+def test_the_setting_from_before_is_restored(carveout):
+    sms, x = FreeSms(16), torch.ones(3, requires_grad=True)
+    y = sms.begin(x) * 2
+    assert carveout() == 16
+    y = sms.end(y)
+    assert carveout() == 24
+    y.sum().backward()
+    assert carveout() == 24
+
+
+def test_reset_restores_it_after_an_exception_between_the_points(carveout):
+    sms, x = FreeSms(16), torch.ones(3, requires_grad=True)
+    sms.begin(x)  # and end is not reached
+    assert carveout() == 16
+    sms.reset()
+    assert carveout() == 24
+    torch._C._set_sm_carveout_experimental(8)
+    sms.reset()
+    assert carveout() == 8, "nothing to restore"
+
+
+def test_reset_restores_it_after_a_backward_that_stops_between_the_points(carveout):
+    sms, x = FreeSms(16), torch.ones(3, requires_grad=True)
+    between = sms.begin(x) * 2
+    y = sms.end(between * 3)
+    torch.autograd.grad(y.sum(), between)
+    assert carveout() == 16
+    sms.reset()
+    assert carveout() == 24
+    sms.end(sms.begin(x) * 2)
+    assert carveout() == 24, "no backward is under way"
+
+
+def test_a_backward_that_would_never_leave_is_refused(carveout):
+    sms, x = FreeSms(16), torch.ones(3)
+    with pytest.raises(ValueError, match="must require a gradient"):
+        sms.begin(x)
+    assert carveout() == 24
+    with torch.no_grad():
+        sms.end(sms.begin(x))
+    assert carveout() == 24
+
+
+def test_cublaslt_is_preferred_between_the_points_alone(monkeypatch, carveout):
+    preferred = ["cublas"]
+
+    def prefer(library: str | None = None) -> str:
+        preferred.extend([] if library is None else [library])
+        return preferred[-1]
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", prefer)
+    sms, x = FreeSms(16), torch.ones(3, requires_grad=True)
+    between = sms.begin(x)
+    assert preferred[-1] == "cublaslt"
+    sms.end(between)
+    assert preferred == ["cublas", "cublaslt", "cublas"]
