@@ -20,7 +20,7 @@ from hybrid_ep.bench.layer.plain import PlainMoves
 
 
 class Arrived(NamedTuple):
-    """What a dispatch brought.
+    """The result of a dispatch.
 
     Attributes:
         rows: ``[M, H]``, grouped by expert; None once they were computed.
@@ -37,12 +37,12 @@ class Arrived(NamedTuple):
     handle: Any
 
     def without_rows(self) -> Arrived:
-        """What combine and the log need, which keeps no rows alive."""
+        """The fields for combine and the log; they keep no rows alive."""
         return self._replace(rows=None, weights=None)
 
 
 class Moves(Protocol):
-    """Who moves the tokens.
+    """A way of moving tokens.
 
     Attributes:
         host_waits: whether a dispatch holds the host until the GPU has routed.
@@ -53,6 +53,8 @@ class Moves(Protocol):
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived: ...
 
     def combine(self, rows: Tensor, arrived: Arrived) -> Tensor: ...
+
+    def close(self) -> None: ...
 
 
 class OnBuffer:
@@ -79,14 +81,23 @@ class OnBuffer:
     def combine(self, rows: Tensor, arrived: Arrived) -> Tensor:
         return hybrid_ep.combine(self._buffer, rows, arrived.handle, num_sms=self._num_sms)
 
+    def close(self) -> None:
+        self._buffer.destroy()
+
 
 class InPlainTorch:
-    """Sort and all_to_all_single over a group: NCCL's on GPUs, gloo's on the CPU."""
+    """Sort and all_to_all_single: NCCL's on GPUs, gloo's on the CPU; made and closed by all ranks.
+
+    The group is its own, with a communicator of its own: NCCL runs the collectives of one
+    communicator one after the other, so on FSDP's group tokens and weights would wait for each
+    other.
+    """
 
     host_waits = True
 
-    def __init__(self, num_experts: int, group: Any) -> None:
-        self._moves = PlainMoves(PlainTorch(num_experts, group))
+    def __init__(self, buffer: hybrid_ep.Buffer) -> None:
+        self._buffer, self.group = buffer, dist.new_group()
+        self._moves = PlainMoves(PlainTorch(buffer.num_experts, self.group))
 
     def dispatch(self, x: Tensor, topk_idx: Tensor, topk_weights: Tensor) -> Arrived:
         rows, weights, offsets, route = self._moves.dispatch(x, topk_idx, topk_weights)
@@ -94,6 +105,10 @@ class InPlainTorch:
 
     def combine(self, rows: Tensor, arrived: Arrived) -> Tensor:
         return self._moves.combine(rows, arrived.handle)
+
+    def close(self) -> None:
+        dist.destroy_process_group(self.group)
+        self._buffer.destroy()
 
 
 def make_buffer(options: Options, device: torch.device, dtype: torch.dtype) -> hybrid_ep.Buffer:
@@ -111,9 +126,9 @@ def make_buffer(options: Options, device: torch.device, dtype: torch.dtype) -> h
 
 
 def make_moves(options: Options, buffer: hybrid_ep.Buffer) -> Moves:
-    """Of the way that the options name."""
+    """Of the way that the options name; it destroys the Buffer when it is closed. *Collective*."""
     if options.way == "nccl":
-        return InPlainTorch(options.sizes.experts, buffer.group or dist.group.WORLD)
+        return InPlainTorch(buffer)
     max_rows = None
     if options.room is not None:  # even routing gives each rank as many rows as it has slots
         max_rows = math.ceil(options.room * _tokens_of_a_call(options) * options.sizes.topk)

@@ -51,14 +51,14 @@ class Options:
 
     Attributes:
         sizes: of model and batch.
-        way: who moves the tokens, of ``WAYS``.
+        way: how tokens move, of ``WAYS``.
         overlap: what runs beside dispatch and combine, of ``OVERLAPS``.
         num_sms: of a dispatch or a combine of hybrid_ep; None: as Config says.
         leave_free: SMs that matrix products beside dispatch and combine leave free, on GPUs.
         room: bound on the rows of a rank, as a multiple of what even routing gives; None: exact.
         recompute: keep the input of each layer only, and run it again in the backward.
         dense: how parameters that are not the experts' are held, of ``DENSE``.
-        dtype: of products and of what travels, of ``DTYPES``; the weights are float32.
+        dtype: of products and of moved tokens, of ``DTYPES``; the weights are float32.
         backend: of the Buffer.
         device: "auto" or "cpu".
         steps: of the whole run, those before a resume among them.
@@ -67,7 +67,7 @@ class Options:
         seed: of the weights and of the order of the text.
         folder: of the checkpoints; a run goes on from the newest. None: nothing is saved.
         save_every, log_every: in steps; 0: only at the end.
-        profiled: so many steps after the first line time dispatch and combine.
+        profiled: so many steps, the last ones before the first line, time dispatch and combine.
         json: file of the results.
     """
 
@@ -123,6 +123,20 @@ class Options:
             )
         if self.steps < 1:
             raise ValueError(f"--steps must be at least 1, got {self.steps}")
+        if self.way == "nccl":
+            for name, given in (("num-sms", self.num_sms), ("backend", self.backend)):
+                if given not in (None, "auto"):
+                    raise ValueError(
+                        f"--{name} must be left out with --way nccl, which does not use it, got "
+                        f"{given}"
+                    )
+
+    def check_device(self, total_sms: int) -> None:
+        """Raise ValueError where an option asks for more than the GPU has."""
+        if self.leave_free >= total_sms:
+            raise ValueError(
+                f"--leave-free must be below the {total_sms} SMs of this GPU, got {self.leave_free}"
+            )
 
 
 def parse(arguments: Sequence[str] | None = None) -> Options:

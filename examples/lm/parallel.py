@@ -1,4 +1,4 @@
-"""Who holds which parameter, and what becomes of the gradients.
+"""Which rank holds which parameter, and how gradients are averaged and clipped.
 
     experts   by rank: each rank has its own        gradients are sums over all ranks: / R
     sharded   FSDP2: each rank has a piece          gradients are means: FSDP's reduce-scatter
@@ -29,12 +29,11 @@ CAN_SHARD = "ignored_params" in inspect.signature(fully_shard).parameters
 
 @dataclass(frozen=True)
 class Held:
-    """The parameters of this rank, by who else has them.
+    """The parameters of this rank, by the way they are spread over the ranks.
 
     Attributes:
         experts, sharded, copied: see above.
-        wire: device of what travels over the group outside of FSDP: the GPU over NCCL, else the
-            CPU.
+        wire: device of the collectives outside of FSDP: the GPU over NCCL, else the CPU.
     """
 
     experts: list[nn.Parameter]
@@ -50,7 +49,7 @@ def wire_of(device: torch.device) -> torch.device:
 
 
 def share_out(model: Model, dense: str, device: torch.device) -> Held:
-    """Shard what is dense (``"fsdp"``) or leave copies of it (``"copies"``); *collective*.
+    """Shard the dense part (``"fsdp"``) or leave copies of it (``"copies"``); *collective*.
 
     The experts are left alone: each rank has its own. The routers stay float32 copies, small as
     they are, so that near ties are decided alike with and without FSDP's bfloat16.
@@ -95,7 +94,7 @@ def make_optimizer(held: Held, lr: float, weight_decay: float) -> torch.optim.Ad
 
 @torch.no_grad()
 def average_gradients(held: Held) -> None:
-    """What FSDP has done for its own, for the others; *collective*, once per optimizer step."""
+    """The mean of gradients that FSDP has not averaged; *collective*, once per optimizer step."""
     num_ranks = dist.get_world_size()
     torch._foreach_div_([weight.grad for weight in held.experts], num_ranks)
     grads = [weight.grad for weight in held.copied]

@@ -1,4 +1,4 @@
-"""What a run found, and the lines of rank 0."""
+"""The results of a run, and the lines of rank 0."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from examples.lm.trainer import Trainer
 
 @dataclass
 class Result:
-    """What a run found, equal on all ranks.
+    """The results of a run, equal on all ranks.
 
     Attributes:
         options: of the run; the sizes among them.
@@ -33,7 +33,7 @@ class Result:
         communication_share: time in dispatch and combine / time, of the profiled steps; mean over
             ranks. It holds the waits for peers, and where they run beside other work, that too.
         peak_bytes: of PyTorch's allocator, the largest rank's; None without a GPU.
-        held_out: nats per byte of text that was not learnt.
+        held_out: nats per byte of text that the model was not trained on.
     """
 
     options: dict[str, Any]
@@ -68,9 +68,9 @@ def headline(trainer: Trainer) -> str:
     return text + f"{len(trainer.windows.text) / 1e6:.1f} MB of Python to learn from"
 
 
-def line(step: int, result: Result, is_profiled: bool) -> str:
+def line(trainer: Trainer, result: Result, is_profiled: bool) -> str:
     parts = [
-        f"step {step:5}",
+        f"step {trainer.progress['step']:5}",
         f"loss {result.losses[-1]:.4f}",
         f"norm {result.grad_norms[-1]:.3f}",
         f"{result.tokens_per_second[-1]:,.0f} tokens/s",
@@ -80,8 +80,9 @@ def line(step: int, result: Result, is_profiled: bool) -> str:
         parts.append(f"communication {result.communication_share:.0%}")
     if result.dropped:
         parts.append(f"{result.dropped:,} rows DROPPED")
-    if torch.cuda.is_available():
-        parts.append(f"peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    if trainer.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated(trainer.device)
+        parts.append(f"peak {peak / 2**30:.1f} GiB")
     return "  ".join(parts)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sysconfig
 from pathlib import Path
 
@@ -17,14 +18,18 @@ HELD_OUT_EVERY = 20  # files
 def load_text() -> tuple[Tensor, Tensor]:
     """Bytes to learn from, and bytes of other files held out; uint8 ``[N]``."""
     folder = Path(sysconfig.get_path("stdlib"))
-    not_its_own = {"site-packages", "dist-packages"}
-    files = [f for f in sorted(folder.rglob("*.py")) if not not_its_own & set(f.parts)]
+    files = []
+    for place, folders, names in os.walk(folder):
+        folders[:] = [f for f in folders if f not in ("site-packages", "dist-packages")]
+        files += [Path(place, name) for name in names if name.endswith(".py")]
+    files.sort()
     if len(files) < 2 * HELD_OUT_EVERY:
         raise ValueError(f"this Python must come with its sources, found {len(files)} in {folder}")
-    held_out = set(files[::HELD_OUT_EVERY])
+    held_out = files[::HELD_OUT_EVERY]
+    del files[::HELD_OUT_EVERY]
     return tuple(
         torch.frombuffer(bytearray(b"\n".join(f.read_bytes() for f in part)), dtype=torch.uint8)
-        for part in ([f for f in files if f not in held_out], sorted(held_out))
+        for part in (files, held_out)
     )
 
 

@@ -43,13 +43,17 @@ def train(options: Options, device: torch.device, command: str | None = None) ->
     result.held_out = trainer.held_out_loss()
     say(summary(result))
     if options.json is not None and dist.get_rank() == 0:
-        told = {
-            **asdict(result),
-            "median_tokens_per_second": result.speed if result.losses else None,
-        }
-        options.json.write_text(json.dumps(told, indent=1) + "\n")
+        speed = result.speed if result.losses else None
+        values = {**asdict(result), "median_tokens_per_second": speed}
+        options.json.write_text(json.dumps(values, indent=1) + "\n")
     trainer.close()
     return result
+
+
+def steps_until_line(options: Options, done: int) -> int:
+    """How many steps the first line covers, of a run that goes on behind ``done`` steps."""
+    every = options.log_every or options.steps
+    return min(options.steps, (done // every + 1) * every) - done
 
 
 class _Stretch:
@@ -58,12 +62,13 @@ class _Stretch:
     def __init__(self, trainer: Trainer, result: Result) -> None:
         self._trainer, self._result = trainer, result
         self._profiled: list[float] = []  # shares of single steps of the first stretch
-        self._made = 0
+        self._made, done = 0, trainer.progress["step"]
+        self._length = steps_until_line(trainer.options, done)  # of the first stretch
         self._begin()
 
     def _begin(self) -> None:
         self._began = time.perf_counter()
-        self._told: list[tuple[Tensor, Tensor, Routed]] = []
+        self._steps: list[tuple[Tensor, Tensor, Routed]] = []
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -75,16 +80,15 @@ class _Stretch:
         self._began += time.perf_counter() - since
 
     def step(self) -> None:
-        options = self._trainer.options
-        length = min(options.log_every or options.steps, options.steps)
         self._made += 1
-        if not length - options.profiled < self._made <= length:
-            self._told.append(self._trainer.step())
+        is_late = self._made > self._length - self._trainer.options.profiled
+        if not (is_late and self._made <= self._length):
+            self._steps.append(self._trainer.step())
             return
         spans = self._trainer.spans
         _synchronize(self._trainer.device)
         began, spans.enabled = time.perf_counter(), True
-        self._told.append(self._trainer.step())
+        self._steps.append(self._trainer.step())
         spans.enabled, seconds = False, spans.take_seconds()
         self._profiled.append(seconds / (time.perf_counter() - began))
 
@@ -93,8 +97,8 @@ class _Stretch:
         trainer, result, sizes = self._trainer, self._result, self._trainer.options.sizes
         _synchronize(trainer.device)
         seconds = time.perf_counter() - self._began
-        result.tokens_per_second.append(len(self._told) * sizes.batch * sizes.sequence / seconds)
-        losses, norms, routed = zip(*self._told, strict=True)
+        result.tokens_per_second.append(len(self._steps) * sizes.batch * sizes.sequence / seconds)
+        losses, norms, routed = zip(*self._steps, strict=True)
         result.losses += trainer.mean(torch.stack(losses)).tolist()
         result.grad_norms += torch.stack(norms).tolist()
         counts = routed[-1].counts.double()
@@ -108,7 +112,7 @@ class _Stretch:
             result.communication_share = trainer.mean(share).item()
             self._profiled.clear()
         self._begin()
-        return line(trainer.progress["step"], result, is_profiled)
+        return line(trainer, result, is_profiled)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -129,11 +133,7 @@ def main() -> None:
         torch.cuda.set_device(device)
         if int(os.environ["LOCAL_WORLD_SIZE"]) <= gpus:  # NCCL refuses ranks that share a GPU
             group = "cpu:gloo,cuda:nccl"
-    # as the lane of hybrid_ep's calls has
-    os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     dist.init_process_group(group)
     command = f"torchrun --nproc-per-node {dist.get_world_size()} -m examples.lm"
-    if options.leave_free and device.type == "cuda":
-        torch.backends.cuda.preferred_blas_library("cublaslt")  # plain cuBLAS leaves none free
     train(options, device, " ".join([command, *sys.argv[1:]]))
     dist.destroy_process_group()

@@ -33,20 +33,22 @@ class Trainer:
         self.options, self.device = options, device
         self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
         options.check(self.num_ranks)
+        if device.type == "cuda":
+            options.check_device(torch.cuda.get_device_properties(device).multi_processor_count)
         self.dense = _dense(options, device)
         by_default = "bf16" if device.type == "cuda" else "fp32"
         self.dtype = DTYPES[by_default if options.dtype == "auto" else options.dtype]
         self.buffer = make_buffer(options, device, self.dtype)
         self.spans = Spans(device)
-        moves = make_moves(options, self.buffer)
-        self.model = Model(options, self.buffer, moves, self.spans)
+        self.moves = make_moves(options, self.buffer)
+        self.model = Model(options, self.buffer, self.moves, self.spans)
         total = sum(p.numel() for p in self.model.parameters())
         self.held = parallel.share_out(self.model, self.dense, device)
         experts = sum(p.numel() for p in self.held.experts)
         self.num_parameters = total + experts * (self.num_ranks - 1)
         self.optimizer = parallel.make_optimizer(self.held, options.lr, options.weight_decay)
-        learnt, self.held_out = load_text()
-        self.windows = Windows(learnt, options.sizes.sequence, options.seed)
+        text, self.held_out = load_text()
+        self.windows = Windows(text, options.sizes.sequence, options.seed)
         self.progress = {"step": 0, "position": 0}
         if options.folder is not None:
             self.progress = checkpoints.load_newest(
@@ -55,30 +57,38 @@ class Trainer:
 
     def step(self) -> tuple[Tensor, Tensor, Routed]:
         """One optimizer step: this rank's loss, the norm of all gradients, and the routing."""
-        sizes, options = self.options.sizes, self.options
+        try:
+            loss, routed = self._accumulate()
+        finally:  # an exception must not leave the settings of the process changed
+            self.model.free_sms.reset()
+        parallel.average_gradients(self.held)
+        norm = parallel.clip_gradients(self.held, self.options.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._learning_rate()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.progress["step"] += 1
+        self.progress["position"] += self.options.sizes.batch
+        return loss, norm, routed
+
+    def _accumulate(self) -> tuple[Tensor, Routed]:
+        """Gradients of all micro-batches of a step; the mean of their losses, and the routing."""
+        sizes = self.options.sizes
         num_micro = sizes.batch // (self.num_ranks * sizes.micro_batch)
-        losses, routed = [], []
+        losses, layers = [], []
         for micro in range(num_micro):
             if self.dense == "fsdp":  # the ranks' gradients are summed once, after the last one
                 self.model.set_requires_gradient_sync(micro == num_micro - 1)
             place = (micro * self.num_ranks + self.rank) * sizes.micro_batch
             text = self.windows.take(self.progress["position"] + place, sizes.micro_batch)
             with self._precision():
-                loss, told = self.model(text.to(self.device))
-            ((loss + options.aux * told.aux_loss) / num_micro).backward()
+                loss, routed = self.model(self._to_device(text))
+            ((loss + self.options.aux * routed.aux_loss) / num_micro).backward()
             losses.append(loss.detach())
-            routed.append(Routed(*(each.detach() for each in told)))
-        parallel.average_gradients(self.held)
-        norm = parallel.clip_gradients(self.held, options.clip)
-        for group in self.optimizer.param_groups:
-            group["lr"] = self._learning_rate()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.progress["step"] += 1
-        self.progress["position"] += sizes.batch
-        aux_losses, counts, dropped = (torch.stack(each) for each in zip(*routed, strict=True))
+            layers.append(Routed(*(each.detach() for each in routed)))
+        aux_losses, counts, dropped = (torch.stack(each) for each in zip(*layers, strict=True))
         summed = Routed(aux_losses.mean(), counts.sum(dim=0), dropped.sum())
-        return torch.stack(losses).mean(), norm, summed
+        return torch.stack(losses).mean(), summed
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
@@ -88,9 +98,12 @@ class Trainer:
         losses = []
         for batch in range(HELD_OUT_BATCHES):
             place = (batch * self.num_ranks + self.rank) * sizes.micro_batch
-            with self._precision():
-                text = windows.take(place, sizes.micro_batch).to(self.device)
-                losses.append(self.model(text)[0])
+            text = self._to_device(windows.take(place, sizes.micro_batch))
+            try:
+                with self._precision():
+                    losses.append(self.model(text)[0])
+            finally:
+                self.model.free_sms.reset()
         return self.mean(torch.stack(losses).mean()).item()
 
     def save(self) -> None:
@@ -110,7 +123,13 @@ class Trainer:
     def close(self) -> None:
         """*Collective*."""
         dist.barrier()  # peers may still read this rank's memory
-        self.buffer.destroy()
+        self.moves.close()
+
+    def _to_device(self, text: Tensor) -> Tensor:
+        """From pinned memory, as a copy from any other would wait for the GPU."""
+        if self.device.type == "cuda":
+            return text.pin_memory().to(self.device, non_blocking=True)
+        return text
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """FSDP rounds its parameters itself; copies are rounded by autocast."""
