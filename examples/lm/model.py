@@ -125,7 +125,7 @@ class Block(nn.Module):
             buffer.num_local_experts, sizes.hidden, sizes.ffn_hidden, device="meta"
         )
         self.experts.to_empty(device=buffer.device)
-        _draw(self.experts, buffer, seed)
+        _draw(self.experts, buffer, seed, sizes.layers)
         save_by_expert(self.experts, buffer)
 
     def forward(self, x: Tensor, turn: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -219,7 +219,7 @@ class Model(nn.Module):
         self.free_sms = FreeSms(options.leave_free)
         torch.manual_seed(options.seed)  # what is not the experts' is equal on all ranks
         with buffer.device:
-            self.embed = nn.Embedding(VOCABULARY, sizes.hidden)
+            self.embed = nn.Embedding(VOCABULARY, sizes.hidden)  # of standard deviation 1
             self.blocks = nn.ModuleList(
                 Block(options, buffer, moves, lane, self.free_sms, spans, seed)
                 for seed in range(options.seed * 1_000, options.seed * 1_000 + sizes.layers)
@@ -227,9 +227,9 @@ class Model(nn.Module):
             self.norm = Norm(sizes.hidden)
             self.head = nn.Linear(sizes.hidden, VOCABULARY, bias=False)
             for name, weight in self.named_parameters():
-                if weight.dim() == 2 and not name.endswith("router.weight"):
-                    is_last = name.endswith(("out.weight", "down.weight"))
-                    nn.init.normal_(weight, std=0.02 / (2 * sizes.layers) ** (0.5 * is_last))
+                if weight.dim() == 2 and not name.endswith(("router.weight", "embed.weight")):
+                    adds = name.endswith(("out.weight", "down.weight"))
+                    nn.init.normal_(weight, std=_std(sizes.layers, adds=adds))
             half = sizes.hidden // sizes.heads // 2
             angle = torch.outer(torch.arange(sizes.sequence), 1e4 ** (-torch.arange(half) / half))
         self.register_buffer("turn", torch.stack([angle.cos(), angle.sin()]), persistent=False)
@@ -257,12 +257,21 @@ def _load_of(arrived: list[Arrived]) -> tuple[Tensor, Tensor]:
     return counts, torch.stack(dropped).sum() if dropped else counts.new_zeros(())
 
 
+def _std(layers: int, *, adds: bool) -> float:
+    """Of the first weights; smaller for matrices that add to the residual, twice per layer.
+
+    What is added is alike for all tokens at first. If it outweighed the embeddings, routers would
+    send all tokens to the same experts.
+    """
+    return 0.02 / (2 * layers) ** 0.5 if adds else 0.02
+
+
 @torch.no_grad()
-def _draw(experts: GroupedExperts, buffer: hybrid_ep.Buffer, seed: int) -> None:
+def _draw(experts: GroupedExperts, buffer: hybrid_ep.Buffer, seed: int, layers: int) -> None:
     """Each expert from a seed of its own, on any rank; on the device, which is fast."""
     first = buffer.topology.rank * buffer.num_local_experts
     for expert in range(buffer.num_local_experts):
         number = (seed + 1) * 100_003 + first + expert
         generator = torch.Generator(buffer.device).manual_seed(number)
-        for weight in experts.parameters():
-            weight[expert].normal_(std=weight.shape[1] ** -0.5, generator=generator)
+        for name, weight in experts.named_parameters():
+            weight[expert].normal_(std=_std(layers, adds=name == "w2"), generator=generator)

@@ -21,7 +21,7 @@ def test_the_model_learns_the_same_whatever_overlaps(world):
             options = replace(SMALL, backend="nvlink", overlap=overlap, recompute=recompute)
             result, *_ = world(2).run(lm.run, options)
             assert result["machine"]["dense"] == "copies" and result["peak_bytes"] > 0
-            assert result["losses"][-1] < result["losses"][0] - 0.3
+            assert result["losses"][-1] < result["losses"][0] - 0.1
             assert 0 < result["communication_share"]
             found[overlap, recompute] = result["losses"]
     agree(found)

@@ -45,7 +45,7 @@ def test_it_learns_and_reports(world, tmp_path):
     result, *_ = world(2).run(lm.run, replace(SMALL, json=tmp_path / "result.json"))
     assert len(result["losses"]) == len(result["grad_norms"]) == SMALL.steps
     assert result["losses"][0] == pytest.approx(torch.tensor(256.0).log().item(), abs=0.1)
-    assert result["losses"][-1] < result["losses"][0] - 0.3
+    assert result["losses"][-1] < result["losses"][0] - 0.1
     assert len(result["tokens_per_second"]) == 3 and min(result["load"]) >= 1
     assert 0 < result["communication_share"] < 1 and result["dropped"] == 0
     written = json.loads((tmp_path / "result.json").read_text())
