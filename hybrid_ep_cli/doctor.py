@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import add_report
+from hybrid_ep_cli.options import add_files
 
 HELP = "what this machine has, what each backend needs, and what to do about it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
-    add_report(parser, "facts and findings")
+    add_files(parser, json="facts and findings")

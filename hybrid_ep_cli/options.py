@@ -77,9 +77,14 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 
 def add_files(parser: argparse.ArgumentParser, *, json: str, plot: str | None = None) -> None:
-    """``--json`` and ``--plot``, of a command that measures; each says what the file holds."""
+    """``--json`` and ``--plot``; each says what the file holds."""
     parser.add_argument(
-        "--json", type=Path, metavar="FILE", help=f"write {json} to FILE (default: no file)"
+        "--json",
+        nargs="?",
+        const=STDOUT,
+        metavar="FILE",
+        help=f"write {json} as JSON to FILE; without FILE to stdout, instead of the text "
+        "(default: the text alone)",
     )
     if plot is not None:
         parser.add_argument(
@@ -89,15 +94,3 @@ def add_files(parser: argparse.ArgumentParser, *, json: str, plot: str | None = 
             help=f"draw {plot} to FILE, whose ending names the format, such as .png; needs "
             "matplotlib (default: no file)",
         )
-
-
-def add_report(parser: argparse.ArgumentParser, what: str) -> None:
-    """``--json``, of a command that measures nothing: FILE may be left out."""
-    parser.add_argument(
-        "--json",
-        nargs="?",
-        const=STDOUT,
-        metavar="FILE",
-        help=f"write {what} as JSON to FILE; without FILE to stdout, instead of the text "
-        "(default: the text alone)",
-    )

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import DTYPES, add_report
+from hybrid_ep_cli.options import DTYPES, add_files
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
@@ -133,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             help=f"for --simulate: {what}; an assumption (default: {us:g})",
         )
     rates.add_argument("--sms", type=int, metavar="N", help="SMs of a phase (default: 32)")
-    add_report(parser, "the plan")
+    add_files(parser, json="the plan")
     parser.set_defaults(known_gpus=tuple(map(memory_of_gpu, GPUS)))
 
 

@@ -24,7 +24,7 @@ from hybrid_ep.bench.overlap.table import print_overlaps
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.bench.table import print_table
 from hybrid_ep.launch import on_ranks, ranks_here
-from hybrid_ep.output.files import make_room, make_room_for_plot
+from hybrid_ep.output.files import STDOUT, check_report, keep, make_room_for_plot, text_beside
 
 _UNNAMED = "unnamed"  # of --group
 _DEFAULTS: dict[str, Any] = {
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, print the table, write what was asked for."""
     if args.read is not None:
         report = _read(args.read)
-        make_room("--json", args.json)
+        check_report(args.json)
         make_room_for_plot(args.plot)
         try:
             _tell(args, report, [])
@@ -93,10 +93,11 @@ def run(args: argparse.Namespace) -> int:
     kind, options = _asked(args, num_ranks)
     for each in options:
         each.check(num_ranks)
-    make_room("--json", args.json)
+    check_report(args.json)
     make_room_for_plot(args.plot)
     group = None if args.group == _UNNAMED else args.group
-    ran = on_ranks(kind.measure, args.ranks, *options, device=args.device, group=group)
+    with text_beside(args.json):
+        ran = on_ranks(kind.measure, args.ranks, *options, device=args.device, group=group)
     measured = ran.values[0]
     if not measured[kind.records]:
         if ran.speaks:
@@ -140,15 +141,19 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _tell(args: argparse.Namespace, report: dict[str, Any], skipped: list[str]) -> None:
+    """The files first: a reader of the text who leaves early, as in ``| head``, loses none."""
     kind = next(kind for kind in _KINDS if kind.records in report)
+    drawn = args.plot is not None and kind.plot(report, args.plot)
+    keep(args.json, report)
+    if args.json == STDOUT:
+        return
     if kind is _CALLS:
         print_table(report, skipped, details=args.details)
     else:
         kind.print_table(report, skipped)
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        print(f"wrote {args.json}")
     if args.plot is not None:
-        drawn = kind.plot(report, args.plot)
         print(f"wrote {args.plot}" if drawn else "nothing to plot: no SMs or tokens were swept")
 
 

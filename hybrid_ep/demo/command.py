@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import asdict
+from pathlib import Path
 
 from hybrid_ep.demo.model import HIDDEN, LAYERS, NUM_EXPERTS, SEQUENCE, TOPK
 from hybrid_ep.demo.picture import plot
-from hybrid_ep.demo.report import ranks, show_load, summary
+from hybrid_ep.demo.report import Report, ranks, show_load, summary
 from hybrid_ep.demo.text import standard_library_files
 from hybrid_ep.demo.training import BATCH, check_and_train
 from hybrid_ep.launch import default_num_ranks, run_ranks
-from hybrid_ep.output.files import make_room, make_room_for_plot
+from hybrid_ep.output.files import check_report, keep, make_room_for_plot, text_beside
 
 
 def run(args: argparse.Namespace) -> int:
@@ -21,22 +21,29 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = _checked_ranks(args)
     standard_library_files()  # their absence should show before any process starts
     began = time.monotonic()
-    print(
-        f"{ranks(num_ranks)}, {LAYERS} layers of {NUM_EXPERTS} experts, top-{TOPK}, hidden "
-        f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes per step; starting them",
-        flush=True,
-    )
-    report = run_ranks(check_and_train, num_ranks, args.backend, args.steps, device=args.device)[0]
-    if args.json:
-        args.json.write_text(json.dumps(asdict(report), indent=1) + "\n")
+    with text_beside(args.json):
+        print(
+            f"{ranks(num_ranks)}, {LAYERS} layers of {NUM_EXPERTS} experts, top-{TOPK}, hidden "
+            f"{HIDDEN}, {BATCH} x {SEQUENCE} bytes per step; starting them",
+            flush=True,
+        )
+        train = (check_and_train, num_ranks, args.backend, args.steps)
+        report = run_ranks(*train, device=args.device)[0]
+    keep(args.json, asdict(report))
+    with text_beside(args.json):
+        return _tell(report, time.monotonic() - began, args.plot)
+
+
+def _tell(report: Report, seconds: float, picture: Path | None) -> int:
     if not report.layer_equal:
         print("demo: the distributed layer differs from one process: not training with it")
         return 1
+    if picture is not None:
+        plot(report, picture)
     show_load(report)
-    if args.plot:
-        plot(report, args.plot)
-        print(f"picture: {args.plot}")
-    print(summary(report, time.monotonic() - began))
+    if picture is not None:
+        print(f"wrote {picture}")
+    print(summary(report, seconds))
     return 0 if report.falling else 1
 
 
@@ -51,6 +58,6 @@ def _checked_ranks(args: argparse.Namespace) -> int:
         )
     if args.steps < 1:
         raise ValueError(f"--steps must be at least 1, got {args.steps}")
-    make_room("--json", args.json)
+    check_report(args.json)
     make_room_for_plot(args.plot)
     return num_ranks

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +31,60 @@ def make_room(option: str, path: Path | None) -> None:
 
 
 def check_report(target: str | None) -> None:
-    """Check ``--json [FILE]`` before the work begins; see ``tell``."""
+    """Check ``--json [FILE]`` before the work begins; see ``tell`` and ``keep``."""
     make_room("--json", None if target in (None, STDOUT) else Path(target))
 
 
 def tell(target: str | None, report: dict[str, Any], show: Callable[[], None]) -> None:
-    """Show text, or write JSON to stdout in its place, or both if the JSON goes to a file."""
+    """Show text, or write JSON to stdout in its place, or both if the JSON goes to a file.
+
+    The file is written first: a reader of the text who leaves early, as in ``| head``, loses none.
+    """
     text = json.dumps(report, indent=2) + "\n"
     if target == STDOUT:
         sys.stdout.write(text)
         return
-    show()
     if target is not None:
         Path(target).write_text(text)
-        print(f"written to {target}")
+    show()
+    if target is not None:
+        print(f"wrote {target}")
+
+
+def keep(target: str | None, report: dict[str, Any]) -> None:
+    """Write the report of a measurement to the file or the stdout that ``--json`` asked for."""
+    if target == STDOUT:
+        sys.stdout.write(by_lines(report))
+    elif target is not None:
+        Path(target).write_text(by_lines(report))
+
+
+def by_lines(report: dict[str, Any]) -> str:
+    """JSON with a line per entry and per record, so that a difference names what differs."""
+    entries = []
+    for key, value in report.items():
+        told = json.dumps(value)
+        if isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+            told = "[\n" + ",\n".join(f"  {json.dumps(each)}" for each in value) + "\n ]"
+        entries.append(f" {json.dumps(key)}: {told}")
+    return "{\n" + ",\n".join(entries) + "\n}\n"
+
+
+@contextlib.contextmanager
+def text_beside(target: str | None) -> Iterator[None]:
+    """If the JSON goes to stdout, text that is printed meanwhile, by ranks too, goes to stderr."""
+    if target != STDOUT:
+        yield
+        return
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)  # started ranks inherit it
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def make_room_for_plot(path: Path | None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -15,7 +14,7 @@ from hybrid_ep import bench
 from hybrid_ep.bench.records import describe_machine
 from hybrid_ep.config import Config
 from hybrid_ep.launch import on_ranks, ranks_here
-from hybrid_ep.output.files import make_room
+from hybrid_ep.output.files import STDOUT, check_report, keep, make_room, text_beside
 from hybrid_ep.output.tables import print_table
 from hybrid_ep.tune.search import Goal, Measurement, Tuned, tune
 
@@ -42,18 +41,21 @@ def run(args: argparse.Namespace) -> int:
     options.check(ranks_here(args.ranks))
     (load,) = options.loads(ranks_here(args.ranks))
     make_room("--out", args.out)
-    make_room("--json", args.json)
-    ran = on_ranks(tune, args.ranks, load, goal)
+    check_report(args.json)
+    with text_beside(args.json):
+        ran = on_ranks(tune, args.ranks, load, goal)
     if not ran.speaks:
         return 0
     machine = describe_machine("auto", len(ran.values), args.commit)
     report = make_report(ran.values[0], load, len(ran.values), machine)
-    tell(report)
     tuned_for = {key: report[key] for key in report if key not in ("config", "measured")}
     ran.values[0].config.save(args.out, tuned_for=tuned_for)
+    keep(args.json, report)
+    if args.json == STDOUT:
+        return 0
+    tell(report)
     print(f"wrote {args.out}")
     if args.json is not None:
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
         print(f"wrote {args.json}")
     return 0
 
