@@ -55,17 +55,21 @@ test: $(PACKAGES)  ## lint, build, then the whole test suite
 	@$(PY) -m pytest
 
 # The tools are pinned with the packages; a machine that brings its own torch may lack them, and then says so.
-lint: $(PACKAGES)  ## ruff and the check of imports over the Python, clang-format over csrc
+lint: $(PACKAGES)  ## ruff and the check of imports over the Python, clang-format over csrc, the figures of README
 	@echo "== lint"
 	@if command -v ruff >/dev/null; then ruff check --quiet . && ruff format --check --quiet .; \
 	    else echo "SKIPPED: no ruff here, Python style not checked"; fi
 	@$(PY) tools/check_imports.py
 	@$(PY) tools/wrap_markdown.py --check *.md $$(find docs -name "*.md")
+	@$(PY) tools/readme_figures.py --check
+	@$(PY) tools/draw_overview.py --check
 	@if command -v clang-format >/dev/null; then $(CSRC_FILES) | xargs -0r clang-format --dry-run -Werror; \
 	    else echo "SKIPPED: no clang-format here, csrc style not checked"; fi
 
 format: $(PACKAGES)  ## rewrite the files as lint wants them
 	@ruff check --quiet --fix . ; ruff format --quiet .
+	@$(PY) tools/readme_figures.py
+	@$(PY) tools/draw_overview.py
 	@$(PY) tools/wrap_markdown.py *.md $$(find docs -name "*.md")
 	@$(CSRC_FILES) | xargs -0r clang-format -i
 
