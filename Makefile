@@ -32,7 +32,7 @@ CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '
 TOOL ?= memcheck
 
 .DEFAULT_GOAL := setup
-.PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels wheel clean help
+.PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels wheel wheel-check clean help
 
 setup: build $(if $(OWN_VENV),$(COMMAND))  ## install what is missing and build (the default)
 	@echo "ready: $$($(PY) -c 'import sys, torch; print("Python", sys.version.split()[0] + ", torch", torch.__version__)') ($(PY))"
@@ -91,6 +91,9 @@ wheel: build  ## build a wheel of what this environment allows, into dist/
 	@$(PY) -m pip wheel -q --disable-pip-version-check --no-build-isolation --no-deps -w dist .
 	@$(PY) -c 'import json; r = json.load(open("hybrid_ep/_build_report.json")); print("built:", ", ".join(r["built"]) or "pure Python"); [print("left out:", m + ",", why) for m, why in r["left_out"].items()]'
 	@ls -1t dist/*.whl | head -1
+
+wheel-check: build  ## build a wheel and use it in a clean environment with the oldest torch supported (TORCH=2.8.0: that one)
+	@PYTHON=$(PY) TORCH=$(or $(TORCH),oldest) tools/check_wheel.sh
 
 clean:  ## remove everything built (but not .venv)
 	@rm -rf build dist *.egg-info hybrid_ep/*.so hybrid_ep/_build_report* .pytest_cache .ruff_cache .hypothesis

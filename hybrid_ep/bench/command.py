@@ -130,11 +130,17 @@ def _asked(args: argparse.Namespace, num_ranks: int) -> tuple[_Kind, tuple[Any, 
 def _read(path: Path) -> dict[str, Any]:
     try:
         report = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except OSError as error:
         raise ValueError(f"--read must name a file that --json wrote: {error}") from None
+    except ValueError:
+        raise ValueError(
+            f"--read must name a file of JSON, which --json wrote, got {path}"
+        ) from None
     machine = ("device", "num_gpus", "commit")
     if not isinstance(report, dict) or not any(
-        all(key in report for key in (*machine, kind.records, *kind.others)) for kind in _KINDS
+        all(key in report for key in (*machine, kind.records, *kind.others))
+        and report[kind.records]
+        for kind in _KINDS
     ):
         raise ValueError(f"--read must name a file that --json wrote, got {path}")
     return report

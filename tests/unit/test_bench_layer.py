@@ -185,7 +185,12 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert list(report) == ["device", "num_gpus", "commit", "command", "layers"]
     assert {record["tokens"] for record in report["layers"]} == {8, 16}
     printed = capfd.readouterr().out
-    for text in ("hybrid_ep torch", "plain torch gloo", "experts alone", "T 16, H 32, F 16"):
+    for text in (
+        "hybrid_ep torch",
+        "plain torch gloo",
+        "experts alone",
+        "16 tokens per rank, hidden 32, ffn 16",
+    ):
         assert text in printed
     assert "weights at activation" in printed
     assert chart.read_bytes().startswith(b"\x89PNG")

@@ -29,6 +29,7 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     print(f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}")
     for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
         same = list(records)
+        print(f"the weights of a token's experts enter at the {same[0]['weight_at']}")
         tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
     print("step: forward, backward and SGD of the router and the experts. Slowest rank, median.")
     print("communication: share of the time beyond the experts alone (routing, moving, summing).")
@@ -41,9 +42,9 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
 def title_of(record: dict[str, Any]) -> str:
     """The sizes in words."""
     return (
-        f"{record['shape']}: ranks {record['ranks']}, T {record['tokens']}, "
-        f"H {record['hidden']}, F {record['ffn_hidden']}, E {record['experts']}, "
-        f"K {record['topk']}, {record['dtype']}, weights at {record['weight_at']}"
+        f"{record['shape']}: {record['ranks']} ranks, {record['tokens']:,} tokens per rank, hidden "
+        f"{record['hidden']}, ffn {record['ffn_hidden']}, {record['experts']} experts, "
+        f"top-{record['topk']}, {record['dtype']}"
     )
 
 

@@ -49,8 +49,8 @@ def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
 def title_of(record: dict[str, Any]) -> str:
     """The sizes in words."""
     return (
-        f"ranks {record['ranks']}, T {record['tokens']}, H {record['hidden']}, "
-        f"E {record['experts']}, K {record['topk']}, {record['dtype']}"
+        f"{record['ranks']} ranks, {record['tokens']:,} tokens per rank, hidden "
+        f"{record['hidden']}, {record['experts']} experts, top-{record['topk']}, {record['dtype']}"
     )
 
 
