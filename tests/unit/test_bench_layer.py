@@ -220,6 +220,7 @@ def test_the_table_fits_100_columns(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 100
     assert "hybrid_ep nvshmem" in lines[3] and "18%" in lines[3] and "3456" in lines[3]
     assert "plain torch NCCL" in lines[4]
+    assert lines[-2] == "The weights of a token's experts enter at the activation."
     assert lines[-1] == "skipped: nvshmem: no network"
 
 

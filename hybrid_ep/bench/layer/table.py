@@ -29,12 +29,13 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     print(f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}")
     for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
         same = list(records)
-        print(f"the weights of a token's experts enter at the {same[0]['weight_at']}")
         tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
     print("step: forward, backward and SGD of the router and the experts. Slowest rank, median.")
     print("communication: share of the time beyond the experts alone (routing, moving, summing).")
     print("TFLOP/s: of the experts' products, per rank, over the time of the pass.")
     print("peak MB: allocated in a forward and its backward, beyond tokens and weights.")
+    places = dict.fromkeys(record["weight_at"] for record in report["layers"])
+    print(f"The weights of a token's experts enter at the {', '.join(places)}.")
     for reason in skipped:
         print(f"skipped: {reason}")
 
