@@ -15,6 +15,7 @@ from hybrid_ep.bench.options import BASELINES
 from hybrid_ep.bench.series import (
     SHAPE,
     Record,
+    by_commit,
     colour_of,
     name_of,
     name_of_baseline,
@@ -49,7 +50,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     rows = [[panel for panel, is_used in zip(row, used, strict=True) if is_used] for row in rows]
     machine = f"{report['num_gpus']} x " if report["num_gpus"] else ""
     machine += f"{report['device']}, {records[0]['ranks']} ranks"
-    title = f"hybrid_ep on {machine}, commit {report['commit']}: median time of the slowest rank"
+    title = f"hybrid_ep on {machine}{by_commit(report)}: median time of the slowest rank"
     figure = pictures.arrange(pyplot, rows, title)
     pictures.write(figure, path)
     return True

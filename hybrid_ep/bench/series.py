@@ -23,6 +23,16 @@ BARE = "all_to_all"
 CARRIERS = {"nccl": "NCCL", "gloo": "gloo"}  # of plain torch
 
 
+def machine_of(report: dict[str, Any]) -> str:
+    """Where a report was made, and by which commit."""
+    return f"{report['device']}, {report['num_gpus']} GPU(s){by_commit(report)}"
+
+
+def by_commit(report: dict[str, Any]) -> str:
+    """The commit behind a comma; empty where it is unknown, as of an installed package."""
+    return f", commit {report['commit']}" if report["commit"] else ""
+
+
 def kind_of(record: Record) -> str:
     """What a record is a time of, as far as times differ.
 

@@ -8,7 +8,7 @@ from typing import Any
 from hybrid_ep.bench.details import print_details
 from hybrid_ep.bench.fits import fits
 from hybrid_ep.bench.options import BASELINES
-from hybrid_ep.bench.series import BARE, CARRIERS, Record, call_of
+from hybrid_ep.bench.series import BARE, CARRIERS, Record, call_of, machine_of
 from hybrid_ep.output import tables
 
 SIZES = {
@@ -46,7 +46,7 @@ def print_table(
     records = _named(report["records"])
     axis = _axis(records)
     constant, varying = _sizes(records, axis)
-    where = f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}"
+    where = machine_of(report)
     print("; ".join((where, constant)) if constant else where)
     for note in (*NOTES, *_ways(records)):
         print(note)

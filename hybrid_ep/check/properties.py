@@ -242,7 +242,7 @@ def _combine_gradient(world: World) -> str | None:
 
 
 def _handles(world: World) -> str | None:
-    """Handles live side by side and come home in any order."""
+    """Handles live side by side and may be combined in any order."""
     trials = [
         _trial(world, seed=18),
         _trial(world, seed=19, holes=True),

@@ -174,17 +174,23 @@ def _gpus(facts: Facts) -> Finding:
     return Finding("nvlink", need, not advice, advice)
 
 
+def _not_built(facts: Facts, extension: str) -> str:
+    """That an extension was not built, and what its build said about that."""
+    reason = facts.left_out.get(extension)
+    return f"Not built: when the package was built, there was {reason}." if reason else "Not built."
+
+
 def _extension(facts: Facts) -> Finding:
     advice = ""
     if facts.extension is None and facts.nvcc:
         advice = (
-            f"Not built. nvcc {facts.nvcc} is here: run `make build`, or install the package again "
-            "with `pip install --no-build-isolation .`."
+            f"{_not_built(facts, EXTENSION)} nvcc {facts.nvcc} is here: in a clone of the "
+            "repository, run `make build`, or install the package again with `pip install .`."
         )
     elif facts.extension is None:
         advice = (
-            "Not built. No nvcc either: install a CUDA toolkit (nvcc on PATH or in CUDA_HOME), "
-            "then install the package again with `pip install --no-build-isolation .`."
+            f"{_not_built(facts, EXTENSION)} No nvcc is here: install a CUDA toolkit (nvcc on PATH "
+            "or in CUDA_HOME), then install the package again with `pip install .` from a clone."
         )
     elif facts.extension_error is not None:
         advice = (
@@ -285,8 +291,9 @@ def _network_extension(facts: Facts) -> Finding:
     advice = ""
     if facts.network_extension is None:
         advice = (
-            "Not built, as where nvcc or NVSHMEM is missing: with both here, run `make build`, or "
-            "install the package again with `pip install --no-build-isolation .`."
+            f"{_not_built(facts, NETWORK_EXTENSION)} It needs nvcc and NVSHMEM: with both here, in "
+            "a clone of the repository, run `make build`, or install the package again with `pip "
+            "install .`."
         )
     elif facts.network_extension_error is not None:
         advice = f"{facts.network_extension} does not load: {facts.network_extension_error}."

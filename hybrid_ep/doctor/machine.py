@@ -79,6 +79,7 @@ class Facts:
         extension_error: why it does not load.
         network_extension: path of the built extension module of several nodes.
         network_extension_error: why it does not load.
+        left_out: extension modules that the build of this package left out, and why.
         peer_access: ``[i][j]``, GPU i may load and store the memory of GPU j.
         topology: the matrix of ``nvidia-smi topo -m``.
         network_cards: InfiniBand and RoCE devices; ports: what they have.
@@ -114,6 +115,7 @@ class Facts:
     extension_error: str | None = None
     network_extension: str | None = None
     network_extension_error: str | None = None
+    left_out: Mapping[str, str] = field(default_factory=dict)
     gpus: tuple[Gpu, ...] = ()
     peer_access: tuple[tuple[bool, ...], ...] = ()
     topology: str | None = None
@@ -167,6 +169,7 @@ def gather_facts(environment: Mapping[str, str] = os.environ, root: Path = Path(
         extension_error=load_error(extension) if extension else None,
         network_extension=network_extension,
         network_extension_error=network_load_error() if network_extension else None,
+        left_out=build.left_out(),
         gpus=tuple(_gpus_of_torch(num_gpus, driver_gpus)),
         peer_access=tuple(
             tuple(i == j or torch.cuda.can_device_access_peer(i, j) for j in range(num_gpus))

@@ -200,10 +200,10 @@ def _memory(plan: Plan) -> Rows:
     notes = {
         "outbox": "tokens that others pull, 2 calls",
         "routing_inbox": "the peers' top-k, 2 calls",
-        "inbox": "sums of other ranks that come home",
+        "inbox": "sums that other ranks return",
         "calls": "which verb each rank makes",
-        "sum_flags": "which of them have come",
-        "value_inbox": "gradients of weights that come home",
+        "sum_flags": "which sums have arrived",
+        "value_inbox": "gradients of weights that other ranks return",
         "relay_window": "tokens from rail peers, until my node has pulled them",
         "push_window": "sums of my node's ranks, on their way to rail peers",
         "push_values": "gradients of weights beside them",
@@ -212,7 +212,7 @@ def _memory(plan: Plan) -> Rows:
         "slot_flags": "which slot of a window is full, read or free",
         "push_free_flags": "and of the push window",
         "pushed_flags": "which sums my node's ranks have pushed",
-        "summed_flags": "which sums of other nodes have come",
+        "summed_flags": "which sums of other nodes have arrived",
         "rail_flags": "whose routing has come, and whom rail peers waited for in vain",
     }
     backend = "nvshmem" if plan.shape.num_nodes > 1 else "nvlink"
@@ -232,7 +232,7 @@ def _memory(plan: Plan) -> Rows:
         (
             "a push design",
             in_bytes(plan.push_bytes),
-            "its receive buffer, tokens x ranks; not ours",
+            "for comparison: a receive buffer of tokens x ranks rows",
         ),
     ]
 

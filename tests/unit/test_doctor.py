@@ -595,3 +595,17 @@ def test_command(
 
     assert main(["doctor"]) == code
     assert "usable backends: torch" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "field, module", [("extension", "_nvlink"), ("network_extension", "_nvshmem")]
+)
+def test_what_the_build_left_out_is_said_with_its_reason(field, module):
+    backend, name = module.removeprefix("_"), f"hybrid_ep.{module}"
+    facts = with_cards(**{field: None}, left_out={name: "no nvcc (CUDA_HOME or PATH)"})
+    fault = only_fault(facts, backend)
+    assert not fault.broken and "`pip install .`" in fault.advice
+    assert fault.advice.startswith(
+        "Not built: when the package was built, there was no nvcc (CUDA_HOME or PATH). "
+    )
+    assert only_fault(with_cards(**{field: None}), backend).advice.startswith("Not built. ")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from hybrid_ep.bench.series import machine_of
 from hybrid_ep.output.files import STDOUT, by_lines, keep, text_beside
 from hybrid_ep_cli.main import main
 
@@ -40,6 +41,13 @@ def test_committed_results_are_as_commands_write_them(path):
     assert path.read_text() == by_lines(report)
     assert report["commit"] and report["records"]
     assert path not in BENCH or f"--json {path.name}" in report["command"]
+
+
+def test_a_report_without_a_commit_names_none():
+    """As one that an installed package makes."""
+    machine = {"device": "a GPU", "num_gpus": 2, "commit": None}
+    assert machine_of(machine) == "a GPU, 2 GPU(s)"
+    assert machine_of({**machine, "commit": "abc"}) == "a GPU, 2 GPU(s), commit abc"
 
 
 def test_text_beside_json_on_stdout_goes_to_stderr(capfd):

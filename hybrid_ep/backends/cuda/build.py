@@ -81,8 +81,13 @@ def refuse_other_build(extension: Any) -> None:
 
 def why_left_out(extension: str) -> str:
     """Why the build left an extension out, in brackets behind a space; empty where nobody knows."""
-    reason = read_report(_PACKAGE).get("left_out", {}).get(extension)
+    reason = left_out().get(extension)
     return f" (left out when this was built: {reason})" if reason else ""
+
+
+def left_out() -> dict[str, str]:
+    """The extensions that the build of this package left out, and why; empty where nobody knows."""
+    return read_report(_PACKAGE).get("left_out", {})
 
 
 def read_report(package: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.bench.layer.table import SAME, name_of, title_of
+from hybrid_ep.bench.series import by_commit
 from hybrid_ep.output import pictures
 
 
@@ -28,7 +29,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
     panels = [list(records) for _, records in by_shape]
     if not panels:
         return False
-    title = f"hybrid_ep on {report['device']}, commit {report['commit']}: time of a layer"
+    title = f"hybrid_ep on {report['device']}{by_commit(report)}: time of a layer"
     rows = [[_panel(records)] for records in panels]
     pictures.write(pictures.arrange(pyplot, rows, f"{title}, slowest rank, median"), path)
     return True

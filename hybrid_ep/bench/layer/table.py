@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from hybrid_ep.bench.series import machine_of
 from hybrid_ep.output import tables
 
 HEADER = ("layer", "pass", "sizing", "SMs", "us [min..max]", "communication", "TFLOP/s", "peak MB")
@@ -26,7 +27,7 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
         report: what ``--json`` writes.
         skipped: why a way was not measured.
     """
-    print(f"{report['device']}, {report['num_gpus']} GPU(s), commit {report['commit']}")
+    print(machine_of(report))
     for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
         same = list(records)
         tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)

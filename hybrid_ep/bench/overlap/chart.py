@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hybrid_ep.bench.overlap.table import SAME, name_of, products_of, title_of
+from hybrid_ep.bench.series import by_commit
 from hybrid_ep.output import pictures
 
 Points = list[tuple[int, float]]
@@ -31,7 +32,7 @@ def plot_overlaps(report: dict[str, Any], path: Path) -> bool:
     panels = [list(records) for _, records in by_shape]
     if not panels:
         return False
-    title = f"hybrid_ep on {report['device']}, commit {report['commit']}: beside matrix products"
+    title = f"hybrid_ep on {report['device']}{by_commit(report)}: beside matrix products"
     rows = [[_panel(records)] for records in panels]
     pictures.write(pictures.arrange(pyplot, rows, title, panel_width=11), path)
     return True
