@@ -164,5 +164,5 @@ def test_a_report_is_read_again(tmp_path: Path, capsys: pytest.CaptureFixture[st
     report = {"device": "NVIDIA H200", "num_gpus": 8, "commit": "abc", "overlaps": RECORDS}
     path.write_text(json.dumps(report))
     assert main(["bench", "--read", str(path), "--plot", str(chart)]) == 0
-    assert "of it: hidden over allowed" in capsys.readouterr().out
+    assert "of limit: hidden / limit" in capsys.readouterr().out
     assert chart.read_bytes().startswith(b"\x89PNG")

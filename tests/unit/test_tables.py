@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hybrid_ep.output.tables import drop_constants, in_bytes, print_table
+from tests.unit import test_bench_layer, test_bench_overlap
 
 ROOT = Path(__file__).resolve().parents[2]
 COLUMNS = (80, 100, 120)
@@ -74,17 +75,33 @@ def in_a_terminal(*command: str) -> str:
     return text
 
 
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory):
+    """The commands, with reports that nothing here can measure in a moment."""
+    machine = {"device": "NVIDIA H200", "num_gpus": 2, "commit": "abc"}
+    baseline = {"way": "nccl", "sms": None, "sizing": "exact", "max_rows": None}
+    found = dict(COMMANDS)
+    for name, records in (
+        ("layers", [test_bench_layer.record(), test_bench_layer.record(**baseline)]),
+        ("overlaps", [test_bench_overlap.record(sms=sms) for sms in (16, 32)]),
+    ):
+        path = tmp_path_factory.mktemp(name) / "report.json"
+        path.write_text(json.dumps({**machine, name: records}))
+        found[name] = ["bench", "--read", str(path)]
+    return found
+
+
 @pytest.mark.parametrize("rich", ["with", "without"])
-def test_no_table_of_any_command_is_cut(rich):
+def test_no_table_of_any_command_is_cut(rich, commands):
     if rich == "with":
         pytest.importorskip("rich")
-    program = [sys.executable, "-c", PROGRAM, rich, json.dumps(COMMANDS), json.dumps(COLUMNS)]
+    program = [sys.executable, "-c", PROGRAM, rich, json.dumps(commands), json.dumps(COLUMNS)]
     printed = in_a_terminal(*program)
     assert ("\x1b[1m" in printed) == (rich == "with"), "headers are bold with rich alone"
     parts = re.split(r"^@(\w+ \w+)$", re.sub(r"\x1b\[[\d;]*m", "", printed), flags=re.MULTILINE)
     told = dict(zip(parts[1::2], parts[2::2], strict=True))
-    assert len(told) == len(COMMANDS) * (1 + len(COLUMNS))
-    for name in COMMANDS:
+    assert len(told) == len(commands) * (1 + len(COLUMNS))
+    for name in commands:
         whole = told[f"{name} whole"]
         assert re.search(r"\d", whole)
         for width in COLUMNS:

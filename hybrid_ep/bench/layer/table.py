@@ -10,7 +10,7 @@ from hybrid_ep.bench.series import machine_of
 from hybrid_ep.output import tables
 
 HEADER = ("layer", "pass", "sizing", "SMs", "us [min..max]", "communication", "TFLOP/s", "peak MB")
-TEXTS = 3
+TEXTS, KEYS = 3, 4
 NAMES = {
     "experts": "experts alone",
     "products": "products alone",
@@ -30,7 +30,8 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     print(machine_of(report))
     for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
         same = list(records)
-        tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
+        rows = [_row(r) for r in same]
+        tables.print_table(title_of(same[0]), HEADER, rows, texts=TEXTS, keys=KEYS)
     print("step: forward, backward and SGD of the router and the experts. Slowest rank, median.")
     print("communication: share of the time beyond the experts alone (routing, moving, summing).")
     print("TFLOP/s: of the experts' products, per rank, over the time of the pass.")

@@ -18,10 +18,10 @@ HEADER = (
     "GEMMs us",
     "both us",
     "hidden",
-    "allowed",
-    "of it",
+    "limit",
+    "of limit",
 )
-TEXTS = 1
+TEXTS, KEYS = 1, 3
 NAMES = {"all_to_all": "NCCL all_to_all"}
 SAME = ("ranks", "tokens", "hidden", "experts", "topk", "dtype", "gemm", "gemms")
 
@@ -37,12 +37,13 @@ def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
     for _, records in itertools.groupby(report["overlaps"], lambda r: [r[key] for key in SAME]):
         same = list(records)
         print(products_of(same[0]))
-        tables.print_table(title_of(same[0]), HEADER, [_row(r) for r in same], texts=TEXTS)
+        rows = [_row(r) for r in same]
+        tables.print_table(title_of(same[0]), HEADER, rows, texts=TEXTS, keys=KEYS)
     print("way: a dispatch and a combine of the library; all_to_all: of the same copies, twice.")
     print("GEMMs on: all SMs, or the rest, those that communication leaves free.")
     print("alone, beside: communication without and beside the GEMMs. Slowest rank, medians.")
     print("both: end of the later stream. hidden: part of the shorter stream that costs no time.")
-    print("allowed: the most that SM time allows to hide. of it: hidden over allowed.")
+    print("limit: the most that SM time allows to hide. of limit: hidden / limit.")
     for reason in skipped:
         print(f"skipped: {reason}")
 
