@@ -1,5 +1,26 @@
 // A block of dispatch: which warp does what, on one node as on several, where only the walker
 // differs (one_node.cu, several_nodes.cuh).
+//
+// How its roles end, when all goes well and when something fails. A role that ends waits at the
+// barrier at the end of run_dispatch, so no thread leaves the block before the others. And no role
+// waits for one that has ended, because that one has told it:
+//
+//   role                ends                                         tells
+//   writers             when no parcel is left                       the herald: kEnd
+//   herald              at kEnd; until then it frees every parcel,
+//                       also those that it cannot announce
+//   walker              when no copy is left, when a peer does not   loader, storers, spreader:
+//                       come, or at once if a kernel has failed      Job::kEnd, in each case
+//   loader, storers,    at Job::kEnd, whatever has failed
+//   spreader
+//   sweepers            when the padding is zero, or at once if a
+//                       kernel has failed
+//   sweeper that        also when all ranks have announced the
+//   announces           call, or one has not in time
+//
+// The walker sets `failed` if it ends early, the announcing sweeper if a rank does not announce the
+// call. All threads read it behind the barrier. A block that failed is not counted as done
+// (end_block), so its call stays open, and later kernels of the Buffer find the fault.
 #pragma once
 
 #include "kernels/announce.cuh"
@@ -55,11 +76,14 @@ __device__ __forceinline__ int block_of(const DispatchParams& p) {
 
 // ---- the call as a whole
 
-// One warp of the grid announces the call at its beginning; this rank has ended the call before.
-__device__ inline uint64_t announcement_of(const DispatchParams& p) {
+// The sweeper that announces the call at its beginning; this rank has ended the call before.
+__device__ __forceinline__ uint64_t announce_call(const DispatchParams& p) {
     const uint32_t signature = p.record.signature();
-    return p.behind_routing ? announcement_behind_route(p.sent.words, signature)
-                            : announcement_of(p.context, Phase::kDispatch, p.sent.words, signature);
+    const uint64_t mine =
+        p.behind_routing ? announcement_behind_route(p.sent.words, signature)
+                         : announcement_of(p.context, Phase::kDispatch, p.sent.words, signature);
+    announce(p.context, Phase::kDispatch, mine, lane_id(), kWarp);
+    return mine;
 }
 
 // And before the call ends: all peers make it too, even those that I have no copy from. Invariant
@@ -70,13 +94,40 @@ __device__ inline void await_call(const DispatchParams& p, PullSmem& smem, uint6
     if (!await_all_by_warp(p.context, Phase::kDispatch, epoch, announcement)) smem.failed = true;
 }
 
-// One thread of the last block of the launch that pulls.
-__device__ inline void close_dispatch(const Watch& watch, uint64_t epoch) {
-    watch.state->parcels_taken[0] = watch.state->parcels_taken[1] = 0;
-    close_call(watch.state, Phase::kDispatch, epoch);
+// All threads of a block that has done its part, in the launch that pulls: the last of these blocks
+// closes the call.
+__device__ __forceinline__ void end_block(const Watch& watch, uint64_t epoch) {
+    if (is_last_block(watch.state) && threadIdx.x == 0) {
+        watch.state->parcels_taken[0] = watch.state->parcels_taken[1] = 0;
+        close_call(watch.state, Phase::kDispatch, epoch);
+    }
 }
 
-// ---- padding
+// ---- roles
+
+// The whole warp: whether a kernel of this rank has failed. Asked by roles that no other role waits
+// for, and by the walker, which tells those that do.
+__device__ __forceinline__ bool warp_sees_fault(const DispatchParams& p) {
+    return __any_sync(kAllLanes, has_fault(p.context.watch.state));
+}
+
+// The walker of a call whose routing failed: there are no copies to look at.
+__device__ inline void list_nothing(PullSmem& smem) {
+    if (lane_id() != 0) return;
+    smem.failed = true;
+    smem.job[0].num_rows = Job::kEnd;
+    smem.jobs.filled(Turn{});
+}
+
+// `Walker` is made of (walker parameters, handle, PullSmem&, epoch) and lists jobs in run(), behind
+// the last one Job::kEnd.
+template <typename Walker, typename WalkerParams>
+__device__ __forceinline__ void walk(const DispatchParams& p, const WalkerParams& walked,
+                                     const layout::HandleView& handle, PullSmem& smem,
+                                     uint64_t epoch) {
+    if (warp_sees_fault(p)) return list_nothing(smem);
+    Walker(walked, handle, smem, epoch).run();
+}
 
 __device__ inline void sweep(const DispatchParams& p, const layout::RecordLayout& record,
                              const layout::HandleView& handle, int sweeper, uint64_t epoch) {
@@ -87,16 +138,7 @@ __device__ inline void sweep(const DispatchParams& p, const layout::RecordLayout
     if (sweeper == 0 && lane_id() == 0) zeroing.note(Span::kZeroPadding, epoch);
 }
 
-// The walker, for a call whose routing failed: there are no rows to look at. The roles behind it
-// run to the end mark whatever has failed, so none waits for one that has left.
-__device__ inline void give_up(PullSmem& smem) {
-    if (lane_id() != 0) return;
-    smem.failed = true;
-    smem.job[0].num_rows = Job::kEnd;
-    smem.jobs.filled(Turn{});
-}
-
-// `Walker` is made of (walker parameters, handle, PullSmem&, epoch) and lists jobs in run().
+// A warp: its role, from beginning to end.
 template <typename Walker, typename WalkerParams, typename Rows>
 __device__ __forceinline__ void play(int role, const DispatchParams& p, const WalkerParams& walked,
                                      const Rows& rows, const layout::HandleView& handle,
@@ -105,11 +147,7 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     const int nth = Rows::kWarps > 1 ? max(role - kDispatchWarps + 1, 0) : 0;  // of the storers
     if (nth > 0) role = kStorer;
     const bool announces = block_of(p) == 0 && role == kFirstSweeper;
-    uint64_t announcement = 0;
-    if (announces) {
-        announcement = announcement_of(p);
-        announce(p.context, Phase::kDispatch, announcement, lane_id(), kWarp);
-    }
+    const uint64_t announcement = announces ? announce_call(p) : 0;
     if (role == kHerald) {
         if (publishes(p)) announce_parcels(p, smem.publish, epoch);
         return;
@@ -129,8 +167,7 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
     if (p.behind_routing) __threadfence();
     const Stopwatch pulling(p.context.trace);
     if (role == kWalker) {
-        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return give_up(smem.pull);
-        Walker(walked, handle, smem.pull, epoch).run();
+        walk<Walker>(p, walked, handle, smem.pull, epoch);
     } else if (role == kLoader) {
         if (lane_id() == 0) load_slices(slots, smem.pull);
     } else if (role == kStorer) {
@@ -138,16 +175,15 @@ __device__ __forceinline__ void play(int role, const DispatchParams& p, const Wa
         if (nth == 0 && lane_id() == 0) pulling.note(Span::kPullRows, epoch);
     } else if (role == kSpreader) {
         spread_trailers(p, slots, smem.pull);
-    } else {
-        if (__any_sync(kAllLanes, has_fault(p.context.watch.state))) return;
+    } else if (!warp_sees_fault(p)) {
         sweep(p, rows.padded(p), handle, role - kFirstSweeper, epoch);
         if (announces) await_call(p, smem.pull, epoch, announcement);
     }
 }
 
 // All threads of one of the p.num_blocks blocks. Invariant "no wait inside a grid": resident blocks
-// publish all parcels, and the first one alone waits for the peers' first. False: the call failed
-// and stays open.
+// publish all parcels, and the first one alone waits for the peers' first. False, for all threads:
+// the block failed.
 template <typename Walker, typename WalkerParams, typename Rows>
 __device__ __forceinline__ bool run_dispatch(const DispatchParams& p, const WalkerParams& walked,
                                              const Rows& rows, char* dynamic_smem,

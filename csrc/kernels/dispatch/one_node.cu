@@ -78,9 +78,7 @@ __device__ __forceinline__ void make_call(const DispatchParams& p, const Rows& r
     __shared__ DispatchSmem smem;
     const uint64_t epoch = current_epoch(p.context.watch.state, Phase::kDispatch);
     if (!run_dispatch<OutboxWalker>(p, p, rows, dynamic_smem, smem) || !p.pulls) return;
-    if (is_last_block(p.context.watch.state) && threadIdx.x == 0) {
-        close_dispatch(p.context.watch, epoch);
-    }
+    end_block(p.context.watch, epoch);
 }
 
 __global__ void __launch_bounds__(kDispatchThreads, 1)

@@ -116,9 +116,7 @@ __device__ __forceinline__ void make_call(const DispatchParams& p, const Rows& r
     } else if (!run_dispatch<ChunkWalker>(p.dispatch, p, rows, dynamic_smem, smem)) {
         return;
     }
-    if (p.dispatch.pulls && is_last_block(watch.state) && threadIdx.x == 0) {
-        close_dispatch(watch, call);
-    }
+    if (p.dispatch.pulls) end_block(watch, call);
 }
 
 template <typename Network>
