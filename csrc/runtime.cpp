@@ -45,11 +45,7 @@ Runtime::Runtime(const RuntimeConfig& config, const Target& target)
                "number of SMs");
     most_blocks_ = std::min(num_sms, layout::kMaxChannels);
     config_.num_sms_publish = std::min(config.num_sms_publish, most_blocks_);
-    config_.num_sms_dispatch =
-        std::clamp(config.num_sms_dispatch, kernels_.least_dispatch_blocks, most_blocks_);
-    config_.num_sms_combine =
-        std::clamp(config.num_sms_combine, kernels_.least_combine_blocks, most_blocks_);
-    routing_blocks_ = std::min(context_.world.buffer.num_chunks, 64);
+    routing_blocks_ = std::min(context_.world.buffer.num_tiles, 64);
 
     if (target.owns_memory) {
         memory_ =
@@ -184,11 +180,12 @@ void Runtime::publish_by_engine(cudaStream_t stream) {
     engine_->publish(begun_, sms_of_dispatch(), num_dispatches_ + 1, stream);
 }
 
-// The call's own number, or the Config's.
+// The call's own number, or the Config's where it is 0; as far as the kernels can use it.
+int Runtime::sms_of(int call, int config, int least) const {
+    return std::clamp(call > 0 ? call : config, least, most_blocks_);
+}
 int Runtime::sms_of_dispatch() const {
-    const int asked = begun_.sent.num_sms;
-    return asked > 0 ? std::clamp(asked, kernels_.least_dispatch_blocks, most_blocks_)
-                     : config_.num_sms_dispatch;
+    return sms_of(begun_.sent.num_sms, config_.num_sms_dispatch, kernels_.least_dispatch_blocks);
 }
 
 // The blocks that send, if there are any, come first.
@@ -260,9 +257,7 @@ void Runtime::combine(const Summed& summed, uintptr_t stream) {
     kernels::CombineParams p{};
     p.context = context_.world;
     p.summed = summed;
-    p.num_blocks = summed.num_sms > 0
-                       ? std::clamp(summed.num_sms, kernels_.least_combine_blocks, most_blocks_)
-                       : config_.num_sms_combine;
+    p.num_blocks = sms_of(summed.num_sms, config_.num_sms_combine, kernels_.least_combine_blocks);
     p.slices = layout::SliceLayout::make(summed.row_bytes, layout::kMostSumBytes);
     p.ring = layout::sum_ring(p.slices);
     require_combine(p, config_.inbox_row_bytes);

@@ -109,6 +109,7 @@ class Runtime {
     void begin_dispatch(const Sent& sent);
     void publish_early(bool behind_routing, cudaStream_t stream);
     void publish_by_engine(cudaStream_t stream);
+    int sms_of(int call, int config, int least) const;
     int sms_of_dispatch() const;
     void begin_pull(const Received& received);
     void end_dispatch(const Received& received, cudaStream_t stream);
