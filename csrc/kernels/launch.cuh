@@ -5,7 +5,9 @@
 #include <type_traits>
 
 #include "check.h"
+#include "device/vector.cuh"
 #include "kernels/loading.h"
+#include "kernels/verbs.h"
 
 namespace hybrid_ep::kernels {
 
@@ -40,6 +42,14 @@ struct Registered {
 // To name it anywhere in an extension registers the kernel when that is imported.
 template <auto kernel>
 constexpr const auto& kKernel = Registered<kernel>::kHandle;
+
+// `pick(T{})`, a kernel, for the type T of a call's sums.
+template <typename Pick>
+auto for_type(SumType type, Pick pick) {
+    return type == SumType::kBf16   ? pick(__nv_bfloat16{})
+           : type == SumType::kFp16 ? pick(__half{})
+                                    : pick(float{});
+}
 
 inline void require_shared_memory(const void* kernel, int wanted) {
     const int most = dynamic_shared_memory(kernel);

@@ -233,19 +233,15 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     }
 }
 
-template <bool kWeighted>
-auto pick(SumType type) {
-    return type == SumType::kBf16   ? kKernel<combine<__nv_bfloat16, kWeighted>>
-           : type == SumType::kFp16 ? kKernel<combine<__half, kWeighted>>
-                                    : kKernel<combine<float, kWeighted>>;
-}
-
 }  // namespace
 
 void launch_combine(const CombineParams& p, cudaStream_t stream) {
-    launch(p.summed.weights != nullptr ? pick<true>(p.summed.type) : pick<false>(p.summed.type), p,
-           p.num_blocks, kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream,
-           kInPairs);
+    const auto kernel = for_type(p.summed.type, [&](auto t) {
+        return p.summed.weights != nullptr ? kKernel<combine<decltype(t), true>>
+                                           : kKernel<combine<decltype(t), false>>;
+    });
+    launch(kernel, p, p.num_blocks, kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings),
+           stream, kInPairs);
 }
 
 }  // namespace hybrid_ep::kernels

@@ -103,22 +103,17 @@ __global__ void __launch_bounds__(kCombineThreads, 1)
     }
 }
 
-template <bool kWeighted, typename Network>
-auto pick_combine(SumType type) {
-    return type == SumType::kBf16   ? kKernel<combine<__nv_bfloat16, kWeighted, Network>>
-           : type == SumType::kFp16 ? kKernel<combine<__half, kWeighted, Network>>
-                                    : kKernel<combine<float, kWeighted, Network>>;
-}
-
 template <typename Network>
 void launch_combine(const NodesContext& context, const kernels::CombineParams& p,
                     cudaStream_t stream) {
     // pushing reads every row of the experts, the other roles sums of them
     const int forward = context.nodes.num_nodes == 1 ? 0 : max(1, p.num_blocks / 5);
     const int home = max(1, p.num_blocks / 3), push = p.num_blocks - forward - home;
-    launch(p.summed.weights != nullptr ? pick_combine<true, Network>(p.summed.type)
-                                       : pick_combine<false, Network>(p.summed.type),
-           {context, p.summed, push, forward, home, p.slices, p.ring}, p.num_blocks,
+    const auto kernel = for_type(p.summed.type, [&](auto t) {
+        return p.summed.weights != nullptr ? kKernel<combine<decltype(t), true, Network>>
+                                           : kKernel<combine<decltype(t), false, Network>>;
+    });
+    launch(kernel, {context, p.summed, push, forward, home, p.slices, p.ring}, p.num_blocks,
            kCombineThreads, layout::dynamic_smem_bytes(p.ring, kRings), stream, kInPairs);
 }
 

@@ -95,12 +95,6 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
     make_call(p.dispatch, ScaleRows<T, kScalers>{p.weighted});
 }
 
-auto pick_backward(SumType type) {
-    return type == SumType::kBf16   ? kKernel<combine_backward<__nv_bfloat16>>
-           : type == SumType::kFp16 ? kKernel<combine_backward<__half>>
-                                    : kKernel<combine_backward<float>>;
-}
-
 }  // namespace
 
 void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
@@ -110,7 +104,9 @@ void launch_dispatch(const DispatchParams& p, cudaStream_t stream) {
 }
 
 void launch_combine_backward(const CombineBackwardParams& p, cudaStream_t stream) {
-    launch(pick_backward(p.weighted.type), p, p.dispatch.num_blocks, kBackwardThreads,
+    const auto kernel =
+        for_type(p.weighted.type, [](auto t) { return kKernel<combine_backward<decltype(t)>>; });
+    launch(kernel, p, p.dispatch.num_blocks, kBackwardThreads,
            layout::scale_smem_bytes(p.dispatch.ring, kScalers), stream, kInPairs);
 }
 

@@ -140,18 +140,12 @@ __global__ void __launch_bounds__(kBackwardThreads, 1)
 }
 
 template <typename Network>
-auto pick_backward(SumType type) {
-    return type == SumType::kBf16   ? kKernel<combine_backward<__nv_bfloat16, Network>>
-           : type == SumType::kFp16 ? kKernel<combine_backward<__half, Network>>
-                                    : kKernel<combine_backward<float, Network>>;
-}
-
-template <typename Network>
 void launch_combine_backward(const NodesContext& context, const kernels::CombineBackwardParams& p,
                              cudaStream_t stream) {
     const kernels::DispatchParams& dispatch = p.dispatch;
-    launch(pick_backward<Network>(p.weighted.type),
-           {{context, dispatch, dispatch.first_block}, p.weighted},
+    const auto kernel = for_type(
+        p.weighted.type, [](auto t) { return kKernel<combine_backward<decltype(t), Network>>; });
+    launch(kernel, {{context, dispatch, dispatch.first_block}, p.weighted},
            dispatch.first_block + dispatch.num_blocks, kBackwardThreads,
            max(layout::scale_smem_bytes(dispatch.ring, kScalers), kSendSmemBytes), stream,
            kInPairs);
