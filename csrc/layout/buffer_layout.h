@@ -1,8 +1,8 @@
 // The symmetric memory of a rank: where each region lies. Every rank has the same, so an offset
 // and a peer's base address name a place in the peer's memory.
 //
-//   outbox          2 slots x max_tokens records   rows that peers pull (slot = call & 1)
-//   routing inbox   2 slots x source rank          each source's top-k and its counts per chunk
+//   outbox          2 halves x max_tokens records  rows that peers pull (half = call & 1)
+//   routing inbox   2 halves x source rank         each source's top-k and its counts per tile
 //   inbox           max_tokens x most_others rows  sums of other ranks, in rank order
 //   value inbox     max_tokens x topk floats       gradients of weights that come home
 //   flags           phase x source rank x channel  what a peer's block has finished; in a dispatch,
@@ -23,7 +23,7 @@ struct BufferLayout {
     int inbox_row_bytes;  // bytes of a row that comes home
 
     // derived, see make()
-    int num_local_experts, num_chunks, num_parcels, record_bytes;
+    int num_local_experts, num_tiles, num_parcels, record_bytes;
     int most_others;  // most other ranks that a token goes to; 0: sums come home another way
     int64_t experts_bytes, counts_bytes;  // of one source in the routing inbox
     int64_t outbox_offset, routing_offset, inbox_offset, values_offset, flags_offset, calls_offset,
@@ -39,13 +39,13 @@ struct BufferLayout {
         l.row_capacity = row_capacity;
         l.inbox_row_bytes = inbox_row_bytes;
         l.num_local_experts = num_experts / num_ranks;
-        l.num_chunks = ceil_div(max_tokens, kChunkTokens);
+        l.num_tiles = ceil_div(max_tokens, kTileTokens);
         l.num_parcels = ceil_div(max_tokens, kParcelTokens);
         l.most_others = inbox_row_bytes > 0 ? min_of(topk, num_ranks - 1) : 0;
         l.record_bytes = round_up(row_capacity + round_up(topk * 4, kBulkAlign), 128);
-        l.experts_bytes = round_up<int64_t>(int64_t(l.num_chunks) * kChunkTokens * topk * 2, 128);
+        l.experts_bytes = round_up<int64_t>(int64_t(l.num_tiles) * kTileTokens * topk * 2, 128);
         l.counts_bytes =
-            round_up<int64_t>(int64_t(l.num_chunks) * (l.num_local_experts + 1) * 2, 128);
+            round_up<int64_t>(int64_t(l.num_tiles) * (l.num_local_experts + 1) * 2, 128);
 
         int64_t end = 0;
         auto region = [&end](int64_t bytes) {
@@ -69,12 +69,12 @@ struct BufferLayout {
     HYBRID_EP_HD int64_t record(uint64_t epoch, int64_t token) const {
         return outbox_offset + (int64_t(epoch & 1) * max_tokens + token) * record_bytes;
     }
-    // int16 [num_chunks * kChunkTokens, topk]: each token's distinct experts, ascending, then -1.
+    // int16 [num_tiles * kTileTokens, topk]: each token's distinct experts, ascending, then -1.
     HYBRID_EP_HD int64_t experts_of(uint64_t epoch, int source) const {
         return routing_offset +
                (int64_t(epoch & 1) * num_ranks + source) * (experts_bytes + counts_bytes);
     }
-    // uint16 [num_chunks, num_local_experts + 1]: rows for each expert of the reader, then copies.
+    // uint16 [num_tiles, num_local_experts + 1]: rows for each expert of the reader, then copies.
     HYBRID_EP_HD int64_t counts_of(uint64_t epoch, int source) const {
         return experts_of(epoch, source) + experts_bytes;
     }

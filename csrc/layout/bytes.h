@@ -12,7 +12,7 @@
 namespace hybrid_ep::layout {
 
 constexpr int kBulkAlign = 16;     // what a TMA bulk copy asks of addresses and sizes
-constexpr int kChunkTokens = 128;  // tokens whose routing is counted and scanned together
+constexpr int kTileTokens = 128;   // tokens whose routing is counted and scanned together
 constexpr int kParcelTokens = 16;  // tokens that are published, and announced, together
 constexpr int kMaxRanks = 72;      // of one NVLink domain
 constexpr int kMaxTopk = 32;       // a lane per slot

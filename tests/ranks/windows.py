@@ -82,7 +82,7 @@ def back_to_back(
 
 def restore_between_routes(me: Rank, network: str, ranks_per_node: int, routes: int) -> None:
     """Dispatches, release and restore, more dispatches: each as on the torch backend."""
-    tokens = 300  # several chunks of the routing
+    tokens = 300  # several tiles of the routing
     sizes = {
         "hidden": HIDDEN,
         "num_experts": EXPERTS_OF_RANK * me.num_ranks,

@@ -1,10 +1,10 @@
 // From everybody's choices to my rows: which copies I pull and where their rows lie.
 //
-//   counts [source, chunk, expert] --prefix sums--> first row of each (expert, source, chunk)
-//   experts [token, K] of my chunk --bitmap-------> row of each token within these
-//                                 `--> copies, rows: the pull list of the handle
+//   counts [source, tile, expert] --prefix sums--> first row of each (expert, source, tile)
+//   experts [token, K] of my tile --bitmap-----> row of each token within these
+//                                `--> copies, rows: the pull list of the handle
 //
-// A block per (source, chunk), no block waits for another: each sums the counts that come before
+// One block per (source, tile); no block waits for another: each sums the counts that come before
 // its own, which are a few tens of KB in local memory, since the sources pushed them.
 #include "device/flag.cuh"
 #include "device/trace.cuh"
@@ -16,17 +16,17 @@ namespace hybrid_ep::kernels {
 namespace {
 
 using namespace device;
-using layout::kChunkTokens;
+using layout::kTileTokens;
 using layout::Phase;
 
 constexpr int kThreads = 512;
-constexpr int kMaskWords = kChunkTokens / 32;
+constexpr int kMaskWords = kTileTokens / 32;
 
 struct Smem {
-    int* before;        // [EL + 1] rows of each expert, then copies, before this chunk
-    int* total;         // [EL + 1] the same over all chunks
+    int* before;        // [EL + 1] rows of each expert, then copies, before this tile
+    int* total;         // [EL + 1] the same over all tiles
     int* offsets;       // [EL + 1] first row of each expert's group, not bounded
-    uint32_t* chooses;  // [EL, kMaskWords] which tokens of the chunk chose the expert
+    uint32_t* chooses;  // [EL, kMaskWords] which tokens of the tile chose the expert
 
     __device__ Smem(char* base, int num_local_experts)
         : before(reinterpret_cast<int*>(base)),
@@ -39,8 +39,8 @@ struct Smem {
     }
 };
 
-// Threads side by side take an expert each, and groups of them share the chunks.
-__device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int source, int chunk,
+// Threads side by side take an expert each, and groups of them share the tiles.
+__device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int source, int tile,
                            uint64_t epoch) {
     const auto& b = p.context.buffer;
     const int width = b.num_local_experts + 1;
@@ -53,10 +53,10 @@ __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int sour
             auto* counts =
                 reinterpret_cast<const uint16_t*>(p.context.mine() + b.counts_of(epoch, s)) + at;
 #pragma unroll 4
-            for (int c = group; c < b.num_chunks; c += groups) {
+            for (int c = group; c < b.num_tiles; c += groups) {
                 const int count = counts[c * width];
                 total += count;
-                if (s < source || (s == source && c < chunk)) before += count;
+                if (s < source || (s == source && c < tile)) before += count;
             }
         }
         atomicAdd(&smem.total[at], total);
@@ -64,7 +64,7 @@ __device__ void sum_counts(const AssignRowsParams& p, const Smem& smem, int sour
     }
 }
 
-// One warp: offsets of the padded groups; returns the rows before this chunk, of all experts.
+// One warp: offsets of the padded groups; returns the rows before this tile, of all experts.
 __device__ int scan_experts(const AssignRowsParams& p, const Smem& smem) {
     const int experts = p.context.buffer.num_local_experts;
     int end = 0, rows_before = 0;
@@ -153,17 +153,17 @@ __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& 
            have_slots_enough(p.context, epoch, mine);
 }
 
-// A thread per token of the chunk; all threads of the block call it.
+// A thread per token of the tile; all threads of the block call it.
 __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
-                            const layout::HandleView& handle, int source, int chunk,
-                            int rows_before, uint64_t epoch) {
+                            const layout::HandleView& handle, int source, int tile, int rows_before,
+                            uint64_t epoch) {
     const auto& b = p.context.buffer;
     const int first_expert = p.context.rank * b.num_local_experts;
-    const int in_chunk = threadIdx.x;
-    const bool active = in_chunk < kChunkTokens;
+    const int in_tile = threadIdx.x;
+    const bool active = in_tile < kTileTokens;
     auto* experts =
         reinterpret_cast<const int16_t*>(p.context.mine() + b.experts_of(epoch, source)) +
-        (int64_t(chunk) * kChunkTokens + in_chunk) * b.topk;
+        (int64_t(tile) * kTileTokens + in_tile) * b.topk;
 
     layout::Copy copy{};
     int rank_end = 0;  // experts below it belong to ranks already counted
@@ -171,7 +171,7 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         int expert = experts[place], local = expert - first_expert;
         if (expert < 0 || local >= b.num_local_experts) break;
         if (local >= 0) {
-            atomicOr(&smem.chooses[local * kMaskWords + in_chunk / 32], 1u << (in_chunk % 32));
+            atomicOr(&smem.chooses[local * kMaskWords + in_tile / 32], 1u << (in_tile % 32));
             if (copy.num_places++ == 0) copy.first_place = uint8_t(place);
         } else if (expert >= rank_end) {
             const int rank = expert / b.num_local_experts;
@@ -180,7 +180,8 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         }
     }
 
-    // my place among the chunk's copies and rows: scan over the threads, then over the warps
+    // how many of the tile's copies and rows come before mine: scan over the threads, then over the
+    // warps
     __shared__ int warp_copies[kThreads / kWarp], warp_rows[kThreads / kWarp];
     const bool mine = copy.num_places > 0;
     int rows_upto = warp_inclusive_sum(copy.num_places);
@@ -196,7 +197,7 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         copy_at += warp_copies[w];
         copy.first_row += warp_rows[w];
     }
-    copy.token = chunk * kChunkTokens + in_chunk;
+    copy.token = tile * kTileTokens + in_tile;
     if (source == p.context.rank && active && copy.token < b.max_tokens) {
         handle.own_copies[copy.token] = mine ? copy_at : -1;
     }
@@ -206,22 +207,22 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
         int local = experts[copy.first_place + i] - first_expert;
         const uint32_t* chooses = &smem.chooses[local * kMaskWords];
         int row = smem.offsets[local] + smem.before[local] +
-                  __popc(chooses[in_chunk / 32] & ((1u << (in_chunk % 32)) - 1));
-        for (int w = 0; w < in_chunk / 32; ++w) row += __popc(chooses[w]);
+                  __popc(chooses[in_tile / 32] & ((1u << (in_tile % 32)) - 1));
+        for (int w = 0; w < in_tile / 32; ++w) row += __popc(chooses[w]);
         handle.rows[copy.first_row + i] = row;
         if (p.max_rows < 0 || row < p.max_rows) ++copy.num_rows;
     }
     handle.copies[copy_at] = copy;
 }
 
-// Three blocks per SM: the grid has a block for each source and chunk. Without this bound ptxas
+// Three blocks per SM: the grid has a block for each source and tile. Without this bound ptxas
 // takes more registers, or spills.
 __global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParams p) {
     extern __shared__ __align__(16) char dynamic_smem[];
     __shared__ int rows_before;
     const auto& b = p.context.buffer;
     const Watch& watch = p.context.watch;
-    const int source = blockIdx.x / b.num_chunks, chunk = blockIdx.x % b.num_chunks;
+    const int source = blockIdx.x / b.num_tiles, tile = blockIdx.x % b.num_tiles;
     ptx::await_kernel_before();
     ptx::let_next_kernel_start();  // it begins with what needs no rows
     const uint64_t epoch = current_epoch(watch.state, Phase::kRoute);
@@ -239,18 +240,18 @@ __global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParam
     }
     waiting.stop(Span::kAwaitRouting, epoch);
     const Stopwatch assigning(p.context.trace);
-    sum_counts(p, smem, source, chunk, epoch);
+    sum_counts(p, smem, source, tile, epoch);
     __syncthreads();
     if (warp_id() == 0) {
         int rows = scan_experts(p, smem);
         if (lane_id() == 0) {
             rows_before = rows;
-            if (chunk == 0) handle.source_first[source] = smem.before[b.num_local_experts];
+            if (tile == 0) handle.source_first[source] = smem.before[b.num_local_experts];
         }
     }
     __syncthreads();
     if (blockIdx.x == 0) report(p, smem, handle);
-    list_copies(p, smem, handle, source, chunk, rows_before, epoch);
+    list_copies(p, smem, handle, source, tile, rows_before, epoch);
     assigning.stop(Span::kAssignRows, epoch);
 
     if (is_last_block(watch.state) && threadIdx.x == 0) {
@@ -262,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, 3) assign_rows(const AssignRowsParam
 
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream) {
     const auto& b = p.context.buffer;
-    launch(kKernel<assign_rows>, p, b.num_ranks * b.num_chunks, kThreads,
+    launch(kKernel<assign_rows>, p, b.num_ranks * b.num_tiles, kThreads,
            Smem::bytes(b.num_local_experts), stream, {/*behind_ours=*/true});
 }
 

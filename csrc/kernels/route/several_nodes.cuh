@@ -1,7 +1,7 @@
 // Every rank tells every rank which experts its tokens chose, over several nodes.
 //
-//   topk_idx --sort, count--> routing inbox of my node's ranks                        publish_chunk
-//            `--put--> routing inbox of my rail peers --count--> those of their nodes  relay_chunks
+//   topk_idx --sort, count--> routing inbox of my node's ranks                        publish_tile
+//            `--put--> routing inbox of my rail peers --count--> those of their nodes  relay_tiles
 //
 // The rail peer passes on what came as if the source itself had written it, flags included: so
 // whoever reads a routing inbox (assign_rows) need not know of nodes. Blocks wait only for the
@@ -11,7 +11,7 @@
 #include "device/trace.cuh"
 #include "kernels/announce.cuh"
 #include "kernels/launch.cuh"
-#include "kernels/route/chunk.cuh"
+#include "kernels/route/tile.cuh"
 #include "kernels/several_nodes.h"
 #include "network/window.cuh"
 
@@ -38,23 +38,23 @@ __device__ inline void signal_node(const NodesContext& c, int source, uint64_t e
 }
 
 template <typename Network>
-__device__ void publish_chunk(const PublishRoutingParams& p, const Network& network,
-                              const ChunkSmem& smem, int chunk, uint64_t epoch) {
+__device__ void publish_tile(const PublishRoutingParams& p, const Network& network,
+                             const TileSmem& smem, int tile, uint64_t epoch) {
     const NodesContext& c = p.context;
     const auto& b = c.nodes.buffer;
     const kernels::PublishRoutingParams own{c.world, p.choices, p.num_blocks, p.words};
-    clear_chunk(b, smem);
-    sort_tokens(own, smem, chunk, epoch);
+    clear_tile(b, smem);
+    sort_tokens(own, smem, tile, epoch);
     __syncthreads();
-    push_chunk(smem, b, c.world.peers, c.rank_of(c.node, 0), c.nodes.ranks_per_node, c.world.rank,
-               chunk, epoch);
+    push_tile(smem, b, c.world.peers, c.rank_of(c.node, 0), c.nodes.ranks_per_node, c.world.rank,
+              tile, epoch);
     __threadfence_system();  // the network reads what this block has just written
     __syncthreads();
-    const int bytes = kChunkTokens * b.topk * 2;
-    char* experts = c.at(b.experts_of(epoch, c.world.rank) + int64_t(chunk) * bytes);
-    const bool is_last = chunk + gridDim.x >= b.num_chunks;  // of this block
+    const int bytes = kTileTokens * b.topk * 2;
+    char* experts = c.at(b.experts_of(epoch, c.world.rank) + int64_t(tile) * bytes);
+    const bool is_last = tile + gridDim.x >= b.num_tiles;  // of this block
     const Signal arrived{c.flag_at(c.nodes.route_flag(c.node, blockIdx.x, epoch)),
-                         share_of_step(chunk / gridDim.x, is_last), true};
+                         share_of_step(tile / gridDim.x, is_last), true};
     for (int step = 1; step < c.nodes.num_nodes; ++step) {
         const int node = (c.node + step) % c.nodes.num_nodes;
         network.put_block(experts, experts, bytes, c.rail_peer(node), arrived);
@@ -62,9 +62,9 @@ __device__ void publish_chunk(const PublishRoutingParams& p, const Network& netw
 }
 
 // The whole block: what a rail peer's sort_tokens counted, counted again.
-__device__ inline void count_chunk(const layout::BufferLayout& b, const ChunkSmem& smem,
-                                   const int16_t* experts) {
-    for (int i = threadIdx.x; i < kChunkTokens * b.topk; i += kThreads) {
+__device__ inline void count_tile(const layout::BufferLayout& b, const TileSmem& smem,
+                                  const int16_t* experts) {
+    for (int i = threadIdx.x; i < kTileTokens * b.topk; i += kThreads) {
         const int expert = smem.experts[i] = experts[i];
         if (expert < 0) continue;
         const int rank = expert / b.num_local_experts;
@@ -77,8 +77,8 @@ __device__ inline void count_chunk(const layout::BufferLayout& b, const ChunkSme
 
 // The whole block: what its like at a rail peer has put here goes to my node (invariant "owner
 // passes on"). False: give up.
-__device__ inline bool relay_chunks(const PublishRoutingParams& p, const ChunkSmem& smem, int node,
-                                    uint64_t epoch) {
+__device__ inline bool relay_tiles(const PublishRoutingParams& p, const TileSmem& smem, int node,
+                                   uint64_t epoch) {
     const NodesContext& c = p.context;
     const auto& b = c.nodes.buffer;
     const int source = c.rail_peer(node);
@@ -90,13 +90,13 @@ __device__ inline bool relay_chunks(const PublishRoutingParams& p, const ChunkSm
                       int(blockIdx.x), Phase::kRoute, source, epoch, Timeout::kForPeer, nullptr});
     }
     if (!__syncthreads_and(good)) return false;
-    for (int chunk = blockIdx.x; chunk < b.num_chunks; chunk += gridDim.x) {
+    for (int tile = blockIdx.x; tile < b.num_tiles; tile += gridDim.x) {
         auto* experts = reinterpret_cast<const int16_t*>(c.at(b.experts_of(epoch, source))) +
-                        int64_t(chunk) * kChunkTokens * b.topk;
-        clear_chunk(b, smem);
-        count_chunk(b, smem, experts);
-        push_chunk(smem, b, c.world.peers, c.rank_of(c.node, 0), c.nodes.ranks_per_node, source,
-                   chunk, epoch);
+                        int64_t(tile) * kTileTokens * b.topk;
+        clear_tile(b, smem);
+        count_tile(b, smem, experts);
+        push_tile(smem, b, c.world.peers, c.rank_of(c.node, 0), c.nodes.ranks_per_node, source,
+                  tile, epoch);
         __syncthreads();
     }
     signal_node(c, source, epoch);
@@ -122,14 +122,14 @@ __global__ void __launch_bounds__(kThreads)
     if (__syncthreads_or(has_fault(c.world.watch.state))) return;
     const uint64_t epoch = current_epoch(c.world.watch.state, Phase::kRoute);
     const Network network(c);
-    const ChunkSmem smem(dynamic_smem, c.nodes.buffer);
+    const TileSmem smem(dynamic_smem, c.nodes.buffer);
     const Stopwatch publishing(c.world.trace);
     if (blockIdx.x == 0 && warp_id() == 0) {
         announce_to_rail(c, network, announce_route(c.world, p.words, p.choices, epoch));
     }
 
-    for (int chunk = blockIdx.x; chunk < c.nodes.buffer.num_chunks; chunk += gridDim.x) {
-        publish_chunk(p, network, smem, chunk, epoch);
+    for (int tile = blockIdx.x; tile < c.nodes.buffer.num_tiles; tile += gridDim.x) {
+        publish_tile(p, network, smem, tile, epoch);
         __syncthreads();
     }
     signal_node(c, c.world.rank, epoch);
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads)
 
     const Stopwatch relaying(c.world.trace);
     for (int step = 1; step < c.nodes.num_nodes; ++step) {
-        if (!relay_chunks(p, smem, (c.node + step) % c.nodes.num_nodes, epoch)) return;
+        if (!relay_tiles(p, smem, (c.node + step) % c.nodes.num_nodes, epoch)) return;
     }
     await_node_routing(c, epoch);
     relaying.stop(Span::kRelayRouting, epoch);
@@ -147,7 +147,7 @@ template <typename Network>
 void launch_publish_routing(const NodesContext& context, const kernels::PublishRoutingParams& p,
                             cudaStream_t stream) {
     launch(kKernel<publish_routing<Network>>, {context, p.choices, p.num_blocks, p.words},
-           p.num_blocks, kThreads, ChunkSmem::bytes(context.nodes.buffer), stream);
+           p.num_blocks, kThreads, TileSmem::bytes(context.nodes.buffer), stream);
 }
 
 }  // namespace hybrid_ep::kernels::several_nodes

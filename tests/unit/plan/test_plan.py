@@ -59,7 +59,7 @@ def test_the_example_of_the_design() -> None:
 
 
 def test_regions_of_odd_sizes() -> None:
-    # T=130 is two chunks; fp8 rows of 48 bytes go home as 96; scales of 5 bytes take 16
+    # T=130 is two tiles; fp8 rows of 48 bytes go home as 96; scales of 5 bytes take 16
     regions = symmetric_regions(
         Shape(
             num_ranks=3,
@@ -519,7 +519,7 @@ def test_TransformerEngine_3035_what_travels_is_counted_by_rank_and_not_by_exper
 
 
 def test_DeepEP_716_routing_travels_as_topk_and_not_as_a_map() -> None:
-    """A map of all tokens by experts is 16 MiB here, top-k with the counts of chunks 1."""
+    """A map of all tokens by experts is 16 MiB here, top-k with the counts of tiles 1."""
     shape = {"num_ranks": 8, "max_tokens": 8192, "hidden": 7168, "topk": 8}
     routing = planned(**shape, num_experts=256).regions["routing_inbox"] / 2  # of one call
     assert routing < 8192 * 8 * 256 / 10
@@ -536,8 +536,8 @@ def test_uccl_924_max_tokens_is_the_knob() -> None:
         assert regions["outbox"] == 2 * tokens * (14336 + 128)
         assert regions["inbox"] == tokens * 8 * 14336
         assert regions["value_inbox"] == tokens * 8 * 4
-        chunk_counts = round_up(tokens // 128 * 17 * 2, 128)
-        assert regions["routing_inbox"] == 2 * 16 * (tokens * 8 * 2 + chunk_counts)
+        tile_counts = round_up(tokens // 128 * 17 * 2, 128)
+        assert regions["routing_inbox"] == 2 * 16 * (tokens * 8 * 2 + tile_counts)
     assert planned(**shape, max_tokens=512).symmetric_bytes < 80e6
 
 

@@ -1,10 +1,10 @@
-// A chunk of tokens while its routing is published: in shared memory, sorted and counted.
+// A tile of tokens while its routing is published: in shared memory, sorted and counted.
 //
-//   topk_idx [T, K] --distinct, ascending--> experts [chunk, K] int16
+//   topk_idx [T, K] --distinct, ascending--> experts [tile, K] int16
 //                   --count--> rows per expert, copies per rank
-//                   `--> the home half of the handle: other ranks of a token, slot -> place
+//                   `--> the home half of the handle: other ranks of a token, top-k slot -> place
 //
-// A warp looks at 32 / K tokens at once, a lane per slot.
+// A warp looks at 32 / K tokens at once, a lane per top-k slot.
 #pragma once
 
 #include "device/flag.cuh"
@@ -14,18 +14,18 @@
 namespace hybrid_ep::kernels::routing {
 
 using namespace device;
-using layout::kChunkTokens;
+using layout::kTileTokens;
 using layout::Phase;
 
 constexpr int kThreads = 1024;
-constexpr int kTokensPerWarp = kChunkTokens / (kThreads / kWarp);
+constexpr int kTokensPerWarp = kTileTokens / (kThreads / kWarp);
 
-struct ChunkSmem {
+struct TileSmem {
     int* rows_of_expert;  // [num_experts]
     int* copies_of_rank;  // [num_ranks]
-    int16_t* experts;     // [kChunkTokens, topk]
+    int16_t* experts;     // [kTileTokens, topk]
 
-    __device__ ChunkSmem(char* base, const layout::BufferLayout& b)
+    __device__ TileSmem(char* base, const layout::BufferLayout& b)
         : rows_of_expert(reinterpret_cast<int*>(base)),
           copies_of_rank(rows_of_expert + b.num_experts),
           experts(reinterpret_cast<int16_t*>(base + counters_bytes(b))) {}
@@ -34,22 +34,22 @@ struct ChunkSmem {
         return layout::round_up((b.num_experts + b.num_ranks) * 4, 16);
     }
     static int bytes(const layout::BufferLayout& b) {
-        return counters_bytes(b) + kChunkTokens * b.topk * 2;
+        return counters_bytes(b) + kTileTokens * b.topk * 2;
     }
 };
 
-__device__ inline int64_t load_index(const PublishRoutingParams& p, int64_t token, int slot) {
-    int64_t at = token * p.choices.idx_stride + slot;
+__device__ inline int64_t load_index(const PublishRoutingParams& p, int64_t token, int k) {
+    int64_t at = token * p.choices.idx_stride + k;
     if (p.choices.idx_bytes == 2) return static_cast<const int16_t*>(p.choices.topk_idx)[at];
     if (p.choices.idx_bytes == 4) return static_cast<const int32_t*>(p.choices.topk_idx)[at];
     return static_cast<const int64_t*>(p.choices.topk_idx)[at];
 }
 
-__device__ inline int checked_expert(const PublishRoutingParams& p, int64_t token, int slot,
+__device__ inline int checked_expert(const PublishRoutingParams& p, int64_t token, int k,
                                      uint64_t epoch) {
-    int64_t expert = load_index(p, token, slot);
+    int64_t expert = load_index(p, token, k);
     if (expert >= -1 && expert < p.context.buffer.num_experts) return int(expert);
-    report_fault(p.context.watch, FaultKind::kBadExpert, Phase::kRoute, int(token), slot, epoch,
+    report_fault(p.context.watch, FaultKind::kBadExpert, Phase::kRoute, int(token), k, epoch,
                  uint64_t(expert));
     return -1;
 }
@@ -59,21 +59,21 @@ __device__ inline uint32_t group_lanes(int topk, int group) {
     return group < kWarp / topk ? lanes << (group * topk) : 0;
 }
 
-// The warp's tokens of a chunk, 32 / topk at a time: a lane per slot.
-__device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSmem& smem, int chunk,
+// The warp's tokens of a tile, 32 / topk at a time: a lane per top-k slot.
+__device__ inline void sort_tokens(const PublishRoutingParams& p, const TileSmem& smem, int tile,
                                    uint64_t epoch) {
     const auto& b = p.context.buffer;
-    const int per_step = kWarp / b.topk, group = lane_id() / b.topk, slot = lane_id() % b.topk;
+    const int per_step = kWarp / b.topk, group = lane_id() / b.topk, k = lane_id() % b.topk;
     layout::HandleView handle(p.words, p.context.handle);
 
     for (int base = 0; base < kTokensPerWarp; base += per_step) {
-        int in_chunk = warp_id() * kTokensPerWarp + base + group;
-        int64_t token = int64_t(chunk) * kChunkTokens + in_chunk;
+        int in_tile = warp_id() * kTokensPerWarp + base + group;
+        int64_t token = int64_t(tile) * kTileTokens + in_tile;
         bool active =
             group < per_step && base + group < kTokensPerWarp && token < p.choices.num_tokens;
-        int expert = active ? checked_expert(p, token, slot, epoch) : -1;
+        int expert = active ? checked_expert(p, token, k, epoch) : -1;
 
-        // the first slot of an expert speaks for it
+        // the first top-k slot of an expert speaks for it
         uint32_t key = expert >= 0 ? uint32_t(group) << 24 | uint32_t(expert)
                                    : 0x80000000u | uint32_t(lane_id());
         uint32_t same = __match_any_sync(kAllLanes, key);  // all lanes, so not behind an &&
@@ -101,13 +101,13 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
         }
 
         if (speaks) {
-            smem.experts[in_chunk * b.topk + place] = int16_t(expert);
+            smem.experts[in_tile * b.topk + place] = int16_t(expert);
             atomicAdd(&smem.rows_of_expert[expert], 1);
             if (first_of_rank) atomicAdd(&smem.copies_of_rank[rank], 1);
         }
         if (active) {
-            handle.places[token * b.topk + slot] = int8_t(expert >= 0 ? place : -1);
-            if (slot == 0) handle.num_others[token] = uint8_t(__popc(others));
+            handle.places[token * b.topk + k] = int8_t(expert >= 0 ? place : -1);
+            if (k == 0) handle.num_others[token] = uint8_t(__popc(others));
             if (is_other && b.most_others > 0)
                 handle.others[token * b.most_others + others_before] = rank;
         }
@@ -115,31 +115,31 @@ __device__ inline void sort_tokens(const PublishRoutingParams& p, const ChunkSme
 }
 
 // The whole block, before sort_tokens: no expert is chosen yet.
-__device__ inline void clear_chunk(const layout::BufferLayout& b, const ChunkSmem& smem) {
+__device__ inline void clear_tile(const layout::BufferLayout& b, const TileSmem& smem) {
     for (int i = threadIdx.x; i < b.num_experts + b.num_ranks; i += kThreads) {
         smem.rows_of_expert[i] = 0;
     }
-    for (int i = threadIdx.x; i < kChunkTokens * b.topk; i += kThreads) smem.experts[i] = -1;
+    for (int i = threadIdx.x; i < kTileTokens * b.topk; i += kThreads) smem.experts[i] = -1;
     __syncthreads();
 }
 
-// The whole block: what the ranks [first_rank, first_rank + num_peers) need to know of a chunk of
+// The whole block: what the ranks [first_rank, first_rank + num_peers) need to know of a tile of
 // `source` goes straight into their memory; `peers` begins with that of first_rank.
-__device__ inline void push_chunk(const ChunkSmem& smem, const layout::BufferLayout& b,
-                                  const Peers& peers, int first_rank, int num_peers, int source,
-                                  int chunk, uint64_t epoch) {
-    const int num_vectors = kChunkTokens * b.topk * 2 / 16;
+__device__ inline void push_tile(const TileSmem& smem, const layout::BufferLayout& b,
+                                 const Peers& peers, int first_rank, int num_peers, int source,
+                                 int tile, uint64_t epoch) {
+    const int num_vectors = kTileTokens * b.topk * 2 / 16;
     for (int i = threadIdx.x; i < num_peers * num_vectors; i += kThreads) {
         int peer = i / num_vectors, vector = i % num_vectors;
         auto* to = reinterpret_cast<uint4*>(peers.base[peer] + b.experts_of(epoch, source));
-        to[int64_t(chunk) * num_vectors + vector] =
+        to[int64_t(tile) * num_vectors + vector] =
             reinterpret_cast<const uint4*>(smem.experts)[vector];
     }
     const int width = b.num_local_experts + 1;
     for (int i = threadIdx.x; i < num_peers * width; i += kThreads) {
         int peer = i / width, column = i % width, rank = first_rank + peer;
         auto* to = reinterpret_cast<uint16_t*>(peers.base[peer] + b.counts_of(epoch, source));
-        to[int64_t(chunk) * width + column] = uint16_t(
+        to[int64_t(tile) * width + column] = uint16_t(
             column < b.num_local_experts ? smem.rows_of_expert[rank * b.num_local_experts + column]
                                          : smem.copies_of_rank[rank]);
     }
