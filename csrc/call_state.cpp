@@ -34,7 +34,7 @@ void CallState::make(const RuntimeConfig& config) {
     }
     void* host = nullptr;
     const size_t fault_bytes = layout::round_up<size_t>(sizeof(Fault), 128);
-    const size_t host_bytes = fault_bytes + kMailSlots * mail_bytes();
+    const size_t host_bytes = fault_bytes + kMails * mail_bytes();
     check_cuda(cudaHostAlloc(&host, host_bytes, cudaHostAllocMapped | cudaHostAllocPortable),
                "mapped host memory");
     std::fill_n(static_cast<char*>(host), host_bytes, 0);

@@ -38,7 +38,7 @@ class CallState {
     // Where the next exact dispatch sends its offsets: the ticket tells it from others.
     uint64_t next_ticket() { return ++tickets_; }
     Mail* mail_of(uint64_t ticket) const {
-        return reinterpret_cast<Mail*>(mail_ + ticket % kMailSlots * mail_bytes());
+        return reinterpret_cast<Mail*>(mail_ + ticket % kMails * mail_bytes());
     }
 
     // Blocks the host until the mail of `ticket`, sent on `stream`, is there: the offsets of the
@@ -55,7 +55,7 @@ class CallState {
     void make(const RuntimeConfig& config);
     size_t mail_bytes() const { return size_t(Mail::bytes(num_local_experts_)); }
 
-    static constexpr int kMailSlots = 256;
+    static constexpr int kMails = 256;
 
     double timeout_s_;
     int num_local_experts_;

@@ -42,7 +42,7 @@ inline void require_route(const layout::BufferLayout& b, const Choices& choices,
     require_at_most("align times the experts of a rank",
                     int64_t(choices.align) * b.num_local_experts, kMostRows / 2);
     require_at_most("max_rows", choices.max_rows, kMostRows);
-    require_at_most("slots of a token", choices.slots, b.topk);
+    require_at_most("top-k slots of a token", choices.topk_slots, b.topk);
     require_aligned("the address of most", choices.most, 4);
     require_aligned("the address of the padded counts", layout.padded_counts, 8);
 }

@@ -32,7 +32,7 @@ class GroupError(RuntimeError):
 
 
 class TooManyExperts(ValueError):
-    """A token has more experts than it has slots for, on some rank; raised on all ranks.
+    """A token has more experts than top-k slots, on some rank; raised on all ranks.
 
     Attributes:
         rank: whose token it is; where several ranks have such tokens, one of them.
@@ -67,8 +67,8 @@ class PeerError(RuntimeError):
         call: number of the call, counted from 1: among all calls on the Buffer on the torch
             backend, among those of its phase on nvlink.
         channel: whose flag did not come: a CUDA block's, in a dispatch that of 16 tokens, in a
-            combine that of a token, across nodes also a slot's; None where the backend has no
-            channels.
+            combine that of a token, across nodes also that of a slot of a window; None where the
+            backend has no channels.
     """
 
     def __init__(

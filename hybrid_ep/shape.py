@@ -14,7 +14,7 @@ from hybrid_ep.integers import as_integer, round_up
 
 ROW_ALIGN = 16  # bytes, of TMA
 MAX_RANKS = 72  # kMaxRanks of csrc/layout/bytes.h: one NVLink domain
-MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per slot
+MAX_TOPK = 32  # kMaxTopk of csrc/layout/bytes.h: a lane per top-k slot
 MAX_NETWORK_RANKS = 1024  # of several nodes
 MAX_NODE_RANKS = 32  # kMaxNodeRanks of csrc/layout/nodes_layout.h, of a node among several: a bit
 MAX_EXPERTS = 2**15 - 1  # an expert travels as int16

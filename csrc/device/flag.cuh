@@ -163,13 +163,13 @@ __device__ __forceinline__ uint64_t share_of_step(int nth, bool is_last) {
 }
 
 // The whole block waits for `channels` flags of every rank. False, for all threads: give up.
-__device__ inline bool wait_all_flags(char* mine, const layout::BufferLayout& layout, Phase phase,
+__device__ inline bool wait_all_flags(char* mine, const layout::BufferLayout& buffer, Phase phase,
                                       int channels, uint64_t epoch, uint32_t signature,
                                       const Watch& watch) {
     bool good = !has_fault(watch.state);
-    for (int i = threadIdx.x; good && i < layout.num_ranks * channels; i += blockDim.x) {
+    for (int i = threadIdx.x; good && i < buffer.num_ranks * channels; i += blockDim.x) {
         int peer = i / channels, channel = i % channels;
-        auto* flag = reinterpret_cast<const uint64_t*>(mine + layout.flag(phase, peer, channel));
+        auto* flag = reinterpret_cast<const uint64_t*>(mine + buffer.flag(phase, peer, channel));
         good = wait_flag(flag, epoch, signature, watch, phase, peer, channel);
     }
     good = __syncthreads_and(good);
@@ -179,14 +179,14 @@ __device__ inline bool wait_all_flags(char* mine, const layout::BufferLayout& la
 
 // The whole block, after its last write: tells every rank that this block has finished. Bulk
 // stores must have been waited for by the threads that issued them.
-__device__ inline void signal_all_ranks(const Peers& peers, const layout::BufferLayout& layout,
+__device__ inline void signal_all_ranks(const Peers& peers, const layout::BufferLayout& buffer,
                                         Phase phase, int rank, int channel, uint64_t epoch,
                                         uint32_t signature) {
     ptx::fence_proxy_async();
     __syncthreads();
-    for (int peer = threadIdx.x; peer < layout.num_ranks; peer += blockDim.x) {
+    for (int peer = threadIdx.x; peer < buffer.num_ranks; peer += blockDim.x) {
         auto* flag =
-            reinterpret_cast<uint64_t*>(peers.base[peer] + layout.flag(phase, rank, channel));
+            reinterpret_cast<uint64_t*>(peers.base[peer] + buffer.flag(phase, rank, channel));
         ptx::store_release(flag, flag_value(epoch, signature));
     }
 }

@@ -3,8 +3,8 @@
 //   loader   await_free(turn), loads, header, filled(turn) --> slot --> await_filled(turn)   user
 //            ^------------------------------------------------ freed(turn) <-------------------'
 //
-// Whoever takes a turn at every slot keeps its own Turn. The loader never learns what the users do
-// with a slot and the users never where it came from: both read it in the slot's header.
+// Each warp that takes a turn at every slot keeps its own Turn. The loader never learns what the
+// users do with a slot and the users never where it came from: both read it in the slot's header.
 #pragma once
 
 #include "device/ptx.cuh"

@@ -125,12 +125,12 @@ __device__ inline uint64_t begin_route(const Context& c, int32_t* words, int num
                                 layout::route_signature(c.buffer.topk, experts_beyond));
 }
 
-// The whole warp: the most experts of any token, if they are more than it has slots for, else 0.
+// The whole warp: the most experts of any token, if they are more than its top-k slots, else 0.
 __device__ inline int find_experts_beyond(const Choices& choices) {
     int most = 0;
     for (int i = lane_id(); i < choices.num_most; i += kWarp) most = max(most, choices.most[i]);
     most = __reduce_max_sync(kAllLanes, most);
-    return most > choices.slots ? most : 0;
+    return most > choices.topk_slots ? most : 0;
 }
 
 // The warp that begins a route: tells the ranks of my node; returns the announcement.

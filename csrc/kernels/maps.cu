@@ -10,8 +10,8 @@ using namespace device;
 constexpr int kThreads = 512;
 constexpr int kTokens = kThreads / kWarp;  // of a block at a time, a warp each
 
-// The whole warp, 32 experts at a time: an expert's slot is how many come before it. Returns how
-// many the token has.
+// The whole warp, 32 experts at a time: an expert's top-k slot is how many come before it. Returns
+// how many the token has.
 __device__ __forceinline__ int list_experts(const MapToTopkParams& p, int64_t token) {
     const bool* map = p.map + token * p.map_stride;
     const float* probs = p.probs + token * p.probs_stride;
@@ -22,16 +22,16 @@ __device__ __forceinline__ int list_experts(const MapToTopkParams& p, int64_t to
         const int expert = first + lane_id();
         const bool has = expert < p.num_experts && map[expert * p.map_step];
         const uint32_t have = __ballot_sync(kAllLanes, has);
-        const int slot = found + __popc(have & lanes_below());
-        if (has && slot < p.topk) {
-            topk_idx[slot] = int16_t(expert);
-            if (p.probs != nullptr) weights[slot] = probs[expert * p.probs_step];
+        const int k = found + __popc(have & lanes_below());
+        if (has && k < p.topk) {
+            topk_idx[k] = int16_t(expert);
+            if (p.probs != nullptr) weights[k] = probs[expert * p.probs_step];
         }
         found += __popc(have);
     }
-    for (int slot = found + lane_id(); slot < p.topk; slot += kWarp) {
-        topk_idx[slot] = -1;
-        if (p.probs != nullptr) weights[slot] = 0.f;
+    for (int k = found + lane_id(); k < p.topk; k += kWarp) {
+        topk_idx[k] = -1;
+        if (p.probs != nullptr) weights[k] = 0.f;
     }
     return found;
 }
@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ 
     if (lane_id() == 0) p.most[blockIdx.x] = most;
 }
 
-// A lane an expert: its values in the order of the slots, added to zero.
+// A lane per expert: its values in the order of top-k, added to zero.
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
     topk_to_dense(const __grid_constant__ TopkToDenseParams p) {
@@ -60,8 +60,8 @@ __global__ void __launch_bounds__(kThreads)
     const float* values = p.values + token * p.topk;
     for (int expert = lane_id(); expert < p.num_experts; expert += kWarp) {
         float sum = 0.f;
-        for (int slot = 0; slot < p.topk; ++slot) {
-            if (int64_t(topk_idx[slot]) == expert) sum = __fadd_rn(sum, values[slot]);
+        for (int k = 0; k < p.topk; ++k) {
+            if (int64_t(topk_idx[k]) == expert) sum = __fadd_rn(sum, values[k]);
         }
         p.dense[token * p.num_experts + expert] = sum;
     }

@@ -15,8 +15,8 @@ struct Choices {
     int align;
     int64_t max_rows;     // < 0: no bound
     const int32_t* most;  // [num_most] the largest is the most experts of a token, before the last
-    int num_most;         // were left out; none, where nobody knows
-    int slots;            // for the experts of a token, topk at most
+    int num_most;         // were left out; none where that is not known
+    int topk_slots;       // for the experts of a token, topk at most
 };
 
 // A layout to be made, and what Python wants to know of it.

@@ -26,8 +26,8 @@ HYBRID_EP_HD uint32_t verb_of(uint64_t announcement) { return uint32_t(announcem
 HYBRID_EP_HD int phase_of(uint64_t announcement) { return int(announcement >> 16 & 3); }
 
 // The signature of a route is topk, and above it the most experts of any token of the rank, if they
-// are more than the token has slots for, else 0. So all ranks hear of such a token before the route
-// ends. It is no part of what must be equal.
+// are more than the token has top-k slots, else 0. So all ranks hear of such a token before the
+// route ends. It is no part of what must be equal.
 constexpr int kTopkBits = 6, kMostExpertsTold = 1023;
 static_assert(kMaxTopk < 1 << kTopkBits, "topk fits below the experts in a route's signature");
 HYBRID_EP_HD uint32_t route_signature(int topk, int experts_beyond) {

@@ -78,12 +78,12 @@ struct BufferLayout {
     HYBRID_EP_HD int64_t counts_of(uint64_t epoch, int source) const {
         return experts_of(epoch, source) + experts_bytes;
     }
-    HYBRID_EP_HD int64_t inbox_row(int64_t token, int slot, int row_bytes) const {
-        return inbox_offset + (token * most_others + slot) * row_bytes;
+    HYBRID_EP_HD int64_t inbox_row(int64_t token, int other, int row_bytes) const {
+        return inbox_offset + (token * most_others + other) * row_bytes;
     }
     // Set by the pusher of that row.
-    HYBRID_EP_HD int64_t sum_flag(int64_t token, int slot) const {
-        return sum_flags_offset + (token * most_others + slot) * 8;
+    HYBRID_EP_HD int64_t sum_flag(int64_t token, int other) const {
+        return sum_flags_offset + (token * most_others + other) * 8;
     }
     HYBRID_EP_HD int64_t values_of(int64_t token) const { return values_offset + token * topk * 4; }
     HYBRID_EP_HD int64_t flags_of_source() const {

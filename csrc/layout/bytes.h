@@ -15,7 +15,7 @@ constexpr int kBulkAlign = 16;     // what a TMA bulk copy asks of addresses and
 constexpr int kTileTokens = 128;   // tokens whose routing is counted and scanned together
 constexpr int kParcelTokens = 16;  // tokens that are published, and announced, together
 constexpr int kMaxRanks = 72;      // of one NVLink domain
-constexpr int kMaxTopk = 32;       // a lane per slot
+constexpr int kMaxTopk = 32;       // a lane per top-k slot
 constexpr int kMaxChannels = 256;  // flags of a phase and source: blocks of a grid
 
 template <typename T>

@@ -10,11 +10,11 @@ namespace hybrid_ep::layout {
 // distinct experts (these are sorted), so its rows ascend and dropped ones are the last.
 struct alignas(16) Copy {
     int32_t token;
-    int32_t first_row;    // index into rows[]
-    int16_t num_places;   // local experts of the token
-    int16_t num_rows;     // of these, the ones whose row was not dropped
-    uint8_t first_place;  // of my first expert among the token's distinct experts
-    uint8_t inbox_slot;   // ranks of the token that come before mine, its home left out
+    int32_t first_row;      // index into rows[]
+    int16_t num_places;     // local experts of the token
+    int16_t num_rows;       // of these, the ones whose row was not dropped
+    uint8_t first_place;    // of my first expert among the token's distinct experts
+    uint8_t others_before;  // ranks of the token before mine, its home left out
     uint16_t unused;
 };
 static_assert(sizeof(Copy) == 16, "a copy is one 16-byte load");
@@ -74,7 +74,7 @@ struct HandleView {
     int32_t* own_copies;    // [T] which copy is my own token's, or -1
     int16_t* others;        // [T, most_others] the other ranks that my token goes to, ascending
     uint8_t* num_others;    // [T]
-    int8_t* places;         // [T, topk] slot -> place among the token's distinct experts, or -1
+    int8_t* places;         // [T, topk] top-k slot -> place of its expert, or -1
 
     HYBRID_EP_HD HandleView(int32_t* words, const HandleLayout& l)
         : header(words),

@@ -13,7 +13,7 @@ constexpr int kMostSlots = 16;  // of a ring; more would not be faster
 constexpr int kSlotsRead = 4;   // of dispatch: the newest, which stores may still be reading
 
 // Slots side by side, each at a whole 128 bytes: bulk copies to and from other addresses of shared
-// memory take up to twice as long. Behind them a header for each, of those who want one: what to do
+// memory take up to twice as long. Behind them a header for each, where one is wanted: what to do
 // with what has landed.
 struct RingShape {
     int num_slots, slot_bytes, header_bytes;
@@ -53,7 +53,7 @@ HYBRID_EP_HD int scale_smem_bytes(const RingShape& shape, int scalers) {
     return dynamic_smem_bytes(shape, 1) + scalers * kScaleSmemBytes;
 }
 
-// Summing: a slot holds a slice of one row of a sum. Two rings a block: while the threads of one
+// Summing: a slot holds a slice of one row of a sum. Two rings per block: while the threads of one
 // wait for a row, those of the other add.
 constexpr int kSumRings = 2;
 constexpr int kSumHeaderBytes = 40;

@@ -17,7 +17,7 @@ enum class FaultKind : uint64_t {
     kBadExpert = 3,
     kPeerGaveUp = 4,
     kAwaitedInVain = 5,   // by another rank, which has told
-    kTooManyExperts = 6,  // of a token of `peer`, `seen` of them: more than it has slots for
+    kTooManyExperts = 6,  // of a token of `peer`, `seen` of them: more than its top-k slots
 };
 
 // In mapped host memory. `kind` is written last.

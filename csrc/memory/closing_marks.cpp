@@ -15,22 +15,22 @@ struct Block {
     int device;
     uint64_t* base;
     cudaIpcMemHandle_t handle;
-    std::vector<MarkSlot> free;  // given back, to be taken by Buffers of as many ranks
-    int used = 0;                // marks that have ever been taken
+    std::vector<MarkRun> free;  // given back, to be taken by Buffers of as many ranks
+    int used = 0;               // marks that have ever been taken
 };
 std::vector<Block> blocks;  // never freed
 std::mutex blocks_mutex;
 
-bool take_from(Block& block, int count, MarkSlot& slot) {
+bool take_from(Block& block, int count, MarkRun& run) {
     for (size_t i = 0; i < block.free.size(); ++i) {
         if (block.free[i].count != count) continue;
-        slot = block.free[i];
+        run = block.free[i];
         block.free.erase(block.free.begin() + i);
         return true;
     }
     if (block.used + count > kMarks) return false;
-    slot.first = block.used;
-    slot.count = count;
+    run.first = block.used;
+    run.count = count;
     block.used += count;
     return true;
 }
@@ -49,37 +49,37 @@ Block make_block(int device) {
 
 }  // namespace
 
-MarkSlot take_marks(int count) {
+MarkRun take_marks(int count) {
     std::lock_guard<std::mutex> lock(blocks_mutex);
     int device = 0;
     check_cuda(cudaGetDevice(&device), "current device");
-    MarkSlot slot{};
-    for (size_t i = 0; i <= blocks.size() && slot.block < 0; ++i) {
+    MarkRun run{};
+    for (size_t i = 0; i <= blocks.size() && run.block < 0; ++i) {
         if (i == blocks.size()) blocks.push_back(make_block(device));
-        if (blocks[i].device == device && take_from(blocks[i], count, slot)) slot.block = int(i);
+        if (blocks[i].device == device && take_from(blocks[i], count, run)) run.block = int(i);
     }
     const cudaError_t error =
-        cudaMemset(blocks[slot.block].base + slot.first, 0, count * sizeof(uint64_t));
-    if (error != cudaSuccess) blocks[slot.block].free.push_back(slot);
+        cudaMemset(blocks[run.block].base + run.first, 0, count * sizeof(uint64_t));
+    if (error != cudaSuccess) blocks[run.block].free.push_back(run);
     check_cuda(error, "closing marks");
-    return slot;
+    return run;
 }
 
-void give_back_marks(MarkSlot& slot) {
-    if (slot.block < 0) return;
+void give_back_marks(MarkRun& run) {
+    if (run.block < 0) return;
     std::lock_guard<std::mutex> lock(blocks_mutex);
-    blocks[slot.block].free.push_back(slot);
-    slot = {};
+    blocks[run.block].free.push_back(run);
+    run = {};
 }
 
-uint64_t* address_of(const MarkSlot& slot) {
+uint64_t* address_of(const MarkRun& run) {
     std::lock_guard<std::mutex> lock(blocks_mutex);
-    return blocks[slot.block].base + slot.first;
+    return blocks[run.block].base + run.first;
 }
 
-cudaIpcMemHandle_t ipc_handle_of(const MarkSlot& slot) {
+cudaIpcMemHandle_t ipc_handle_of(const MarkRun& run) {
     std::lock_guard<std::mutex> lock(blocks_mutex);
-    return blocks[slot.block].handle;
+    return blocks[run.block].handle;
 }
 
 }  // namespace hybrid_ep::memory

@@ -10,18 +10,18 @@
 namespace hybrid_ep::memory {
 
 // A run of 64-bit marks, one for each rank of a Buffer.
-struct MarkSlot {
+struct MarkRun {
     int block = -1;  // -1: none
     int first = 0, count = 0;
 };
 
 // On the current device; the marks become zero by work that is queued there.
-MarkSlot take_marks(int count);
+MarkRun take_marks(int count);
 // No peer writes into them any more.
-void give_back_marks(MarkSlot& slot);
+void give_back_marks(MarkRun& run);
 
-uint64_t* address_of(const MarkSlot& slot);
-// What a peer process needs to map the block; the slot begins `first` marks behind its start.
-cudaIpcMemHandle_t ipc_handle_of(const MarkSlot& slot);
+uint64_t* address_of(const MarkRun& run);
+// What a peer process needs to map the block; the run begins `first` marks behind its start.
+cudaIpcMemHandle_t ipc_handle_of(const MarkRun& run);
 
 }  // namespace hybrid_ep::memory

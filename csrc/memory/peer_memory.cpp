@@ -24,7 +24,7 @@ struct Export {
 struct Kept {
     int device, rank;
     char* base;
-    MarkSlot marks;
+    MarkRun marks;
     std::vector<ProcessIdentity> processes;
 };
 std::vector<Kept> kept_parts;

@@ -43,7 +43,7 @@ class PeerMemory {
     int rank_, num_ranks_;
     bool is_exported_ = false;
     Peers peers_{};
-    MarkSlot marks_{};  // mine, in which peers leave theirs
+    MarkRun marks_{};  // mine, in which peers leave theirs
     struct TheirMarks {
         uint64_t* block = nullptr;  // mapped; null: not
         int first = 0;

@@ -133,4 +133,4 @@ def test_a_fault_that_warps_of_a_block_see_at_different_times(fresh_world):
 def test_expert_out_of_range(world):
     (text,) = world(1).run(mistakes.expert_out_of_range)
     assert "topk_idx must lie in [-1, num_experts=" in text
-    assert "at token 3, slot 1" in text
+    assert "at token 3, top-k slot 1" in text

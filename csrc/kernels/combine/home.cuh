@@ -110,7 +110,7 @@ class Home {
         return all_lanes(good);
     }
 
-    // One lane: each slot of its token gets the value of its place.
+    // One lane: each top-k slot of its token gets the value of its place.
     __device__ void take_values(int token, int chunk) const {
         const auto& l = s_.c.nodes;
         const int slot = s_.slot_use(chunk).slot;

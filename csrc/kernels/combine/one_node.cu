@@ -1,6 +1,6 @@
 // Combine, in one kernel: sums of a rank's expert rows are pushed home, and added there.
 //
-//   rows of a copy --sum over local experts--> inbox of the home rank [token, slot], a flag   push
+//   rows of a copy --sum over local experts--> inbox of the home [token, other rank], a flag   push
 //   own rows of a token --sum--> rounded, among the sums of other ranks in my inbox,
 //                                in rank order --sum--> y[token]                              home
 //
@@ -65,8 +65,8 @@ class Walker {
         char* home = p_.context.peers.base[mine.source];
         send_values(copy, mine.rows, home);
         SumJob& job = jobs_.begin(at);
-        job.sum.to = home + buffer_.inbox_row(copy.token, copy.inbox_slot, p_.summed.row_bytes);
-        job.sum.note = reinterpret_cast<uint64_t>(flag_in(home, copy.token, copy.inbox_slot));
+        job.sum.to = home + buffer_.inbox_row(copy.token, copy.others_before, p_.summed.row_bytes);
+        job.sum.note = reinterpret_cast<uint64_t>(flag_in(home, copy.token, copy.others_before));
         job.sum.num_sums = 0;
         list_rows(job, copy.num_rows, mine.rows);
         jobs_.end(at);
@@ -97,9 +97,9 @@ class Walker {
         const Stopwatch waiting(p_.context.trace);
         const int num_others = mine ? __ldg(&handle_.num_others[token]) : 0;
         bool good = true;
-        for (int slot = 0; good && slot < num_others; ++slot) {
-            const int peer = handle_.others[token * buffer_.most_others + slot];
-            good = wait_flag(flag_in(p_.context.mine(), token, slot), epoch_, signature(p_),
+        for (int other = 0; good && other < num_others; ++other) {
+            const int peer = handle_.others[token * buffer_.most_others + other];
+            good = wait_flag(flag_in(p_.context.mine(), token, other), epoch_, signature(p_),
                              p_.context.watch, Phase::kCombine, peer, int(token));
         }
         ptx::fence_proxy_async();
@@ -116,7 +116,7 @@ class Walker {
         job.sum.to = p_.summed.y + token * p_.summed.row_bytes;
         job.sum.note = 0;
         job.sum.num_sums = handle_.num_others[token];
-        job.sum.num_before_own = has_own ? copy.inbox_slot : -1;
+        job.sum.num_before_own = has_own ? copy.others_before : -1;
         list_rows(job, copy.num_rows, rows);
         job.sums = p_.context.mine() + buffer_.inbox_row(token, 0, p_.summed.row_bytes);
         for (int i = 0; i < job.sum.num_sums; ++i) job.term[copy.num_rows + i] = i * row_units();
@@ -146,17 +146,17 @@ class Walker {
         }
     }
 
-    // Each slot of my token gets the value of its place.
+    // Each top-k slot of my token gets the value of its place.
     __device__ void take_values(int64_t token) const {
         auto* values = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
-        for (int slot = 0; slot < buffer_.topk; ++slot) {
-            const int place = handle_.places[token * buffer_.topk + slot];
-            p_.summed.home_values[token * buffer_.topk + slot] = place >= 0 ? values[place] : 0.f;
+        for (int k = 0; k < buffer_.topk; ++k) {
+            const int place = handle_.places[token * buffer_.topk + k];
+            p_.summed.home_values[token * buffer_.topk + k] = place >= 0 ? values[place] : 0.f;
         }
     }
 
-    __device__ uint64_t* flag_in(char* home, int64_t token, int slot) const {
-        return reinterpret_cast<uint64_t*>(home + buffer_.sum_flag(token, slot));
+    __device__ uint64_t* flag_in(char* home, int64_t token, int other) const {
+        return reinterpret_cast<uint64_t*>(home + buffer_.sum_flag(token, other));
     }
 
     const CombineParams& p_;

@@ -113,24 +113,24 @@ __device__ inline void write_trailers(const DispatchParams& p, const layout::Han
     if (p.record.weight_bytes == 0) return;
 
     const int topk = p.context.buffer.topk, per_step = kWarp / topk;
-    const int group = lane_id() / topk, slot = lane_id() % topk;
+    const int group = lane_id() / topk, k = lane_id() % topk;
     for (int base = writer * per_step; base < count; base += num_writers * per_step) {
         const int in_parcel = base + group;
         const int64_t token = first + in_parcel;
         const bool active = group < per_step && in_parcel < count;
         const float weight =
-            active ? __ldg(&p.sent.weights[token * p.sent.weights_stride + slot]) : 0.f;
-        const int place = active ? handle.places[token * topk + slot] : -1;
+            active ? __ldg(&p.sent.weights[token * p.sent.weights_stride + k]) : 0.f;
+        const int place = active ? handle.places[token * topk + k] : -1;
         float sum = 0.f;
         for (int j = 0; j < topk; ++j) {
             const int lane = min(group * topk + j, kWarp - 1);
             const float other = __shfl_sync(kAllLanes, weight, lane);
-            if (__shfl_sync(kAllLanes, place, lane) == slot) sum = __fadd_rn(sum, other);
+            if (__shfl_sync(kAllLanes, place, lane) == k) sum = __fadd_rn(sum, other);
         }
         auto* weights =
             reinterpret_cast<float*>(trailers + in_parcel * record_bytes +
                                      p.record.weights_offset() - p.record.scales_offset());
-        if (active) weights[slot] = sum;
+        if (active) weights[k] = sum;
     }
 }
 

@@ -126,9 +126,9 @@ __device__ void report_nothing(const NewLayout& layout, int num_local_experts) {
     if (threadIdx.x == 0) *layout.required_rows = *layout.overflow = 0;
 }
 
-// The whole block, once it has seen the announcements of all ranks: whether the tokens of all of
-// them have slots for their experts. All ranks see the same, so none goes on where one does not.
-__device__ bool have_slots_enough(const Context& c, uint64_t epoch, uint64_t mine) {
+// The whole block, once it has seen the announcements of all ranks: whether all tokens have top-k
+// slots for their experts. All ranks see the same, so either all go on or none.
+__device__ bool have_topk_slots(const Context& c, uint64_t epoch, uint64_t mine) {
     bool good = true;
     for (int source = threadIdx.x; source < c.buffer.num_ranks; source += kThreads) {
         const int experts = layout::experts_beyond(announced_by(c.watch, source, mine));
@@ -142,7 +142,7 @@ __device__ bool have_slots_enough(const Context& c, uint64_t epoch, uint64_t min
 
 // The whole block, invariant "calls in step": the peers make this verb too, not only a route of
 // this number. With the flags of all peers this makes a half of the routing inbox free ("half
-// free"). And their tokens have slots for their experts.
+// free"). And their tokens have top-k slots for their experts.
 __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& handle,
                            uint64_t epoch) {
     const uint64_t mine =
@@ -150,7 +150,7 @@ __device__ bool await_call(const AssignRowsParams& p, const layout::HandleView& 
                              uint32_t(handle.header[layout::HandleLayout::kRouteNumber]),
                              int(Phase::kRoute), p.context.buffer.topk);
     return await_all_by_block(p.context, Phase::kRoute, epoch, mine) &&
-           have_slots_enough(p.context, epoch, mine);
+           have_topk_slots(p.context, epoch, mine);
 }
 
 // A thread per token of the tile; all threads of the block call it.
@@ -175,7 +175,7 @@ __device__ void list_copies(const AssignRowsParams& p, const Smem& smem,
             if (copy.num_places++ == 0) copy.first_place = uint8_t(place);
         } else if (expert >= rank_end) {
             const int rank = expert / b.num_local_experts;
-            if (rank != source) ++copy.inbox_slot;
+            if (rank != source) ++copy.others_before;
             rank_end = (rank + 1) * b.num_local_experts;
         }
     }

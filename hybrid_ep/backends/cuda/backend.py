@@ -42,7 +42,7 @@ from hybrid_ep.shape import MAX_SCALED_ROW_BYTES, Shape
 _PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
 # FaultKind in csrc/layout/runtime_state.h
 _OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN, _TOO_MANY_EXPERTS = 2, 3, 4, 5, 6
-_MAIL_LIFETIME = 128  # tickets; half the slots of csrc/call_state.h
+_MAIL_LIFETIME = 128  # tickets; half of kMails in csrc/call_state.h
 _ROUTES = (1 << 22) - 1  # the bits of a route's number in an announcement
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
@@ -119,7 +119,8 @@ class CudaBackend:
             value = fault.seen - (1 << 64) if fault.seen >> 63 else fault.seen
             raise ValueError(
                 f"topk_idx must lie in [-1, num_experts={self._shape.num_experts}), got {value} at "
-                f"token {fault.peer}, slot {fault.channel}; this Buffer cannot be used any more"
+                f"token {fault.peer}, top-k slot {fault.channel}; this Buffer cannot be used any "
+                "more"
             )
         if fault.kind == _TOO_MANY_EXPERTS:
             raise TooManyExperts(rank=fault.peer, experts=fault.seen, ends=True)
