@@ -40,7 +40,7 @@ bool can_raise_flags(int device) {
            can != 0;
 }
 
-// Behind all that was copied on the stream before, for everybody to see.
+// Behind all that was copied on the stream before, visible to all ranks.
 void raise_flag(uint64_t* at, uint64_t flag, cudaStream_t stream) {
     static const auto write_value = in_driver<WriteValue>("cuStreamWriteValue64");
     if (write_value(stream, reinterpret_cast<CUdeviceptr>(at), flag, 0) != CUDA_SUCCESS) {

@@ -119,7 +119,7 @@ class Runtime {
     NodesContext context_;
     int routing_blocks_, most_blocks_;
     std::unique_ptr<memory::PeerMemory> memory_;  // null: it is given
-    std::shared_ptr<CallState> calls_;    // also of who waits for mail while it is destroyed
+    std::shared_ptr<CallState> calls_;    // also held by a wait for mail while it is destroyed
     std::unique_ptr<CopyEngine> engine_;  // null: SMs publish all rows
     std::shared_ptr<void> card_;          // for tests
     kernels::DispatchParams begun_{};     // the dispatch that is being made

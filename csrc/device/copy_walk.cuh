@@ -2,8 +2,8 @@
 //
 // A step of the walk is a copy from one source, source after source in turn, starting with the rank
 // after mine: so at any moment every link carries its share. A warp of its own looks the copies
-// up, a lane per copy, and hands them on in batches: so that nobody who moves bytes ever waits for
-// an index.
+// up, a lane per copy, and hands them on in batches: so that no warp that moves bytes waits for an
+// index.
 #pragma once
 
 #include "device/take.cuh"

@@ -1,12 +1,12 @@
 // Flags between ranks: signalling, and the one way of waiting.
 //
 // A flag holds (call number << 16) | signature of the call. Invariant "flags grow": it is never
-// reset, and a rank that is a call ahead still satisfies who waits for the call before. The
-// signature tells apart peers that agree on the number but not on what they are doing.
+// reset, and a rank that is a call ahead still satisfies waits for the call before. The signature
+// tells apart peers that agree on the number but not on what they are doing.
 //
 // Beside the flags each rank announces every verb that it begins (layout/announcement.h). No verb
 // ends before its rank has seen equal announcements of its peers, so verbs that do not belong
-// together are a fault; who waits in vain looks at them too, and hears at once that the peer makes
+// together are a fault; a wait in vain looks at them too, and ends at once where the peer makes
 // another verb or has given up.
 //
 // Every wait keeps a deadline. When it passes, the first waiter of the GPU writes down whom it
@@ -75,7 +75,7 @@ __device__ __forceinline__ void remember_announcement(const Watch& watch, Phase 
 // a millisecond.
 constexpr uint32_t kPollsPerLook = 1024;
 
-// Whether `peer`, which somebody waits for in vain, has given up or makes another verb than mine.
+// Whether `peer`, which this rank waits for in vain, has given up or makes another verb than mine.
 __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, int channel,
                                      uint64_t epoch) {
     const uint64_t reason =
@@ -105,7 +105,7 @@ struct Awaited {
 };
 
 // Any single thread: what the source announces of the verb. If the deadline passes, that is
-// reported and nothing_announced(); 0: somebody else has failed.
+// reported and nothing_announced(); 0: another thread has failed.
 __device__ inline uint64_t await_announced(const Watch& watch, const Awaited& a) {
     constexpr int kChannel = 0;  // of announcements there is one
     uint64_t start = 0;

@@ -76,7 +76,7 @@ __device__ __forceinline__ void bulk_store(void* global, const void* smem, uint3
                  : "memory");
 }
 
-// Of bytes that nobody needs soon: they leave the L2 cache before all others.
+// Of bytes that are not needed soon: they leave the L2 cache before all others.
 __device__ __forceinline__ void bulk_store_evict_first(void* global, const void* smem,
                                                        uint32_t bytes) {
     uint64_t policy;

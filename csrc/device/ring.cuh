@@ -35,7 +35,7 @@ template <int kMostEntries>
 struct Handover {
     uint64_t filled_[kMostEntries], free_[kMostEntries];
 
-    // One thread, before a barrier of the block: how often freed() is called an entry, and
+    // One thread, before a barrier of the block: how often freed() is called per entry, and
     // filled().
     __device__ void init(int size, int users, int fillers = 1) {
         for (int i = 0; i < size; ++i) {

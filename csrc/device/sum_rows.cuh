@@ -23,7 +23,7 @@ constexpr int kVectors = layout::kMostSumBytes / (kAdders * 16);  // of 16 bytes
 // none. If there are sums of other ranks, it is rounded and added among them.
 struct Sum {
     char* to;            // null: there is no more
-    uint64_t note;       // for the herald, whom to tell that it has come; 0: nobody
+    uint64_t note;       // for the herald, which flag to set when it is stored; 0: none
     int num_rows;        // mine
     int num_sums;        // of other ranks
     int num_before_own;  // so many of these come before mine; -1: it is not added
@@ -170,7 +170,7 @@ class Adder {
         }
     }
 
-    // An adder beyond the slice's end adds what was there before to sums that nobody looks at: that
+    // An adder beyond the slice's end adds what was there before to sums that are not stored: that
     // is cheaper than a branch that divides a warp.
     __device__ __forceinline__ void add(const uint4 (&what)[kVectors], float weight) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // Work is taken, not dealt: blocks are not equally fast, because the link does not serve all SMs
-// alike. Whoever is ready takes the next items, fewer towards the end.
+// alike. The warp that is ready takes the next items, fewer towards the end.
 #pragma once
 
 #include "device/warp.cuh"

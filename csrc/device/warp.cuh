@@ -10,7 +10,6 @@ constexpr uint32_t kAllLanes = 0xFFFFFFFFu;
 
 __device__ __forceinline__ int lane_id() { return threadIdx.x % kWarp; }
 __device__ __forceinline__ int warp_id() { return threadIdx.x / kWarp; }
-__device__ __forceinline__ int warps_per_block() { return blockDim.x / kWarp; }
 __device__ __forceinline__ uint32_t lanes_below() { return (1u << lane_id()) - 1; }
 
 // The whole warp: the sum of the values of the lanes up to mine.

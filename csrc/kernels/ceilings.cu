@@ -4,7 +4,7 @@
 //   push   my outbox --TMA load--> slot --TMA store over NVLink--> outbox of the peer
 //
 // Sources are the first halves of the outboxes, targets the second. The pieces, the ring and the
-// grid are those of dispatch, one store a load: so a difference to this is what dispatch itself
+// grid are those of dispatch, one store per load: so a difference to this is what dispatch itself
 // costs. No flag is set and none waited for: the caller keeps all ranks out of other calls.
 #include "device/ring.cuh"
 #include "kernels/kernels.h"

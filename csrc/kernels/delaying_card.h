@@ -3,8 +3,9 @@
 // its own bytes; nothing else is ordered, and the bytes are read when they are sent.
 //
 // It wants room on an SM for its warps, so a Buffer that takes all SMs of the GPU cannot have one.
-// It is a kernel since a thread of the host would need the driver while others hold it: whoever
-// copies from pageable memory, or loads a kernel, waits there for kernels that wait for puts.
+// It is a kernel since a thread of the host would need the driver while others hold it: a
+// copy from pageable memory, or the loading of a kernel, waits there for kernels that wait for
+// puts.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -26,7 +26,7 @@ struct AssignRowsParams {
     int align;
     int64_t max_rows;  // < 0: no bound
     NewLayout layout;
-    Mail* mail;  // null: nobody waits
+    Mail* mail;  // null: the host does not wait
     uint64_t ticket;
 };
 void launch_assign_rows(const AssignRowsParams& p, cudaStream_t stream);

@@ -2,7 +2,7 @@
 //
 // Verbs that belong together have the same announcement on every rank. Two that do not belong
 // together have others, whatever their sizes: so a pairing of other calls is a fault, never data.
-// (Of layouts whose routes are 4 million apart it could not tell; nobody keeps a handle that long.)
+// (Of layouts whose routes are 4 million apart it could not tell; no handle is kept that long.)
 #pragma once
 
 #include "layout/bytes.h"

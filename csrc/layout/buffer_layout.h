@@ -1,5 +1,5 @@
 // The symmetric memory of a rank: where each region lies. Every rank has the same, so an offset
-// and a peer's base address name a place in the peer's memory.
+// and a peer's base address name an address in the peer's memory.
 //
 //   outbox          2 halves x max_tokens records  rows that peers pull (half = call & 1)
 //   routing inbox   2 halves x source rank         each source's top-k and its counts per tile

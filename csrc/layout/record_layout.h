@@ -22,7 +22,7 @@ struct RecordLayout {
     }
     HYBRID_EP_HD int bytes() const { return row_bytes + trailer_bytes(); }
 
-    // 16 bits that tell records apart; peers compare them, so that nobody reads another shape.
+    // 16 bits that tell records apart; peers compare them, so that no rank reads another shape.
     HYBRID_EP_HD uint32_t signature() const {
         uint32_t h = uint32_t(row_bytes) * 0x9E3779B1u ^ uint32_t(scale_bytes) * 0x85EBCA77u ^
                      uint32_t(weight_bytes) * 0xC2B2AE3Du ^ uint32_t(kind) * 0x27D4EB2Fu;

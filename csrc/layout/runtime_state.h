@@ -91,7 +91,7 @@ struct TraceEvent {
     uint16_t block, span, sm;
 };
 
-// In device memory; null where nobody asked for it.
+// In device memory; null without Config(trace=True).
 struct Trace {
     static constexpr uint32_t kCapacity = 1u << 17;  // later events are not kept
     TraceEvent* events;

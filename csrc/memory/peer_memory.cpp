@@ -122,7 +122,8 @@ void PeerMemory::unmap_peers() {
         cudaMemcpy(theirs_[peer].block + theirs_[peer].first + rank_, &mark, sizeof(mark),
                    cudaMemcpyHostToDevice);
     }
-    // such a copy may return before it has arrived, and whoever waited for this rank looks for it
+    // such a copy may return before it has arrived, and a peer that waited for this rank looks for
+    // it
     cudaDeviceSynchronize();
     for (TheirMarks& marks : theirs_) {
         if (marks.block != nullptr) cudaIpcCloseMemHandle(marks.block);

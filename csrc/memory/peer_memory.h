@@ -52,7 +52,7 @@ class PeerMemory {
     std::vector<ProcessIdentity> processes_;  // by rank
 };
 
-// Frees the parts of closed Buffers that no peer maps any more. After a barrier behind everybody's
+// Frees the parts of closed Buffers that no peer maps any more. After a barrier behind all ranks'
 // close() that is all of a Buffer.
 void free_unread_parts();
 

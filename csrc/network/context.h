@@ -8,7 +8,7 @@
 namespace hybrid_ep {
 
 // What a put does to a flag of the peer once its bytes are there. Puts are not ordered among each
-// other: whoever waits for several of them waits for a flag that each adds to.
+// other: a wait for several of them is for a flag that each adds to.
 struct Signal {
     uint64_t* flag;  // named by its address in my memory
     uint64_t value;

@@ -37,7 +37,7 @@ struct Wait {
     int peer;
     uint64_t call;
     Timeout timeout;
-    const uint64_t* verdict;  // whom the peer waited for in vain; null: it waits for nobody
+    const uint64_t* verdict;  // whom the peer waited for in vain; null: it waits for none
 
     static constexpr int kCalls = 0, kReads = -1, kEveryOtherCall = -2;
 };
@@ -78,7 +78,7 @@ class Deadline {
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.timeout);
         if (verdict == 0 && !too_late) return true;
         int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
-        if (peer == context_.world.rank) peer = wait.peer;  // who waited for me in vain
+        if (peer == context_.world.rank) peer = wait.peer;  // that waited for me in vain
         const FaultKind kind = verdict != 0 ? FaultKind::kAwaitedInVain : FaultKind::kTimeout;
         report_fault(watch, kind, wait.phase, peer, wait.channel, wait.call, last_call(wait) << 16);
         return false;
@@ -127,7 +127,7 @@ template <typename Network>
 __device__ void tell_verdict(const NodesContext& context, const Network& network) {
     if (lane_id() != 0) return;
     const auto* fault = static_cast<const volatile Fault*>(context.world.watch.fault);
-    while (fault->kind == 0) continue;  // whoever came first is writing it
+    while (fault->kind == 0) continue;  // the first thread is writing it
     uint64_t* verdict = context.flag_at(context.nodes.verdict_flag(context.node));
     const uint64_t peer = uint64_t(fault->peer + 1) << 16;
     for (int node = 0; node < context.nodes.num_nodes; ++node) {

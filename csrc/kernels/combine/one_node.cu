@@ -4,11 +4,11 @@
 //   own rows of a token --sum--> rounded, among the sums of other ranks in my inbox,
 //                                in rank order --sum--> y[token]                              home
 //
-// Half of the blocks push first, the others add at home what has come; who has pushed all helps
-// them. Pushing waits for nobody, and the first block that gets an SM pushes until nothing is left:
-// so adding at home always ends, however few blocks are resident.
-// The inbox is one per Buffer: a pusher first looks whether the home has read the call before.
-// `values`, one float per row, ride along unsummed: they are the gradients of the weights.
+// Half of the blocks push first, the others add at home what has come; once all is pushed, the
+// first help them. Pushing waits for no rank, and the first block that gets an SM pushes until
+// nothing is left: so adding at home always ends, however few blocks are resident. The inbox is one
+// per Buffer: a pusher first looks whether the home has read the call before. `values`, one float
+// per row, ride along unsummed: they are the gradients of the weights.
 #include "device/copy_walk.cuh"
 #include "kernels/announce.cuh"
 #include "kernels/combine/block.cuh"

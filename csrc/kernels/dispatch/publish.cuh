@@ -26,7 +26,7 @@ struct PublishSmem {
     static constexpr int kParcels = 31, kEnd = -1;
 
     Handover<kParcels> parcels;  // of this block, from writers to herald
-    uint64_t taken[kParcels];    // barriers: which parcel it is stands in `parcel`
+    uint64_t taken[kParcels];    // barriers: `parcel` says which it is
     int parcel[kParcels];        // kEnd: there is no more
 
     // One thread, before a barrier of the block.
@@ -36,7 +36,7 @@ struct PublishSmem {
     }
 };
 
-// A rank by itself has nobody to publish for, but its trailers take the way of all.
+// A rank by itself has no peers to publish for, but its trailers go through the outbox as well.
 __device__ __forceinline__ bool publishes(const DispatchParams& p) {
     return p.context.buffer.num_ranks > 1 || p.record.trailer_bytes() > 0;
 }

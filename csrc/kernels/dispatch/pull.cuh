@@ -25,7 +25,7 @@ struct Job {
 
     const char* from;
     const char* trailer;  // where it is if not behind the slice
-    uint64_t* reads;      // counts that the copy has been read; null: nobody wants to know
+    uint64_t* reads;      // counts that the copy has been read; or null
     int offset, bytes;    // of the slice in its row
     int trailer_bytes;    // the last slice brings the trailer
     int num_rows;         // kEnd: there is no more
@@ -46,7 +46,7 @@ struct FoundCopy {
     const int32_t* rows;  // [copy.num_rows]
     const char* record;   // of the token, readable
     bool is_mine;         // a token of this rank
-    uint64_t* reads;      // counts who has read the record; null: nobody wants to know
+    uint64_t* reads;      // counts the reads of the record; or null
 };
 
 // The walker's side of the jobs.
@@ -83,7 +83,7 @@ class JobList {
         const layout::Copy& copy = found.copy;
         const int offset = slice * p_.slices.slice_bytes;
         const bool is_last = slice + 1 == p_.slices.num_slices;
-        // my own token that goes to nobody else is not in the outbox, but its trailer is
+        // my own token that goes to no other rank is not in the outbox, but its trailer is
         const bool from_x = found.is_mine && __ldg(&handle_.num_others[copy.token]) == 0;
         const char* x = p_.sent.x + copy.token * p_.sent.x_stride;
         Job& job = begin_job(at);

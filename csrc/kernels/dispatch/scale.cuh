@@ -3,8 +3,8 @@
 //   job: gradient of a token's sum in the slot --times the row's weight--> gradients of its rows
 //   job: the same . the experts' rows --dot products, in fp32--> gradients of the weights
 //
-// The rows of a copy are dealt to warps, one warp a row, so a dot product needs no other warp. Its
-// order is a matter of the row alone: a row is cut into strips of 16 bytes for each lane, and
+// The rows of a copy are dealt to warps, one warp per row, so a dot product needs no other warp.
+// Its order is a matter of the row alone: a row is cut into strips of 16 bytes for each lane, and
 // products of the same column are added strip by strip; then the columns of a lane, then the lanes,
 // each time the first half to the second. The torch backend adds in the same order.
 #pragma once

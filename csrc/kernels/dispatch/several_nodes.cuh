@@ -6,8 +6,8 @@
 // Publishing and pulling are those of one node (block.cuh), but for the walker: it goes
 // by chunks, and finds the tokens of other nodes in the relay windows. Blocks of their own send
 // (send.cuh), and pass on to their node what has arrived. A chunk goes out when its slot
-// at the rail peer is free, and that becomes free when all ranks of its node have read it: who
-// reads counts, and the owner gives the credit.
+// at the rail peer is free, and that becomes free when all ranks of its node have read it: each
+// counts its reads, and the owner gives the credit.
 #pragma once
 
 #include "device/chunk_walk.cuh"

@@ -1,4 +1,4 @@
-// From everybody's choices to my rows: which copies I pull and where their rows lie.
+// From the top-k of all ranks to my rows: which copies I pull and where their rows lie.
 //
 //   counts [source, tile, expert] --prefix sums--> first row of each (expert, source, tile)
 //   experts [token, K] of my tile --bitmap-----> row of each token within these
@@ -100,7 +100,7 @@ __device__ void report(const AssignRowsParams& p, const Smem& smem,
         p.layout.padded_counts[e] = bounded(p, smem.offsets[e + 1]) - begin;
     }
     // The host waits for the ticket. The barrier orders the offsets, which all threads write,
-    // before the release, which is of the scope of the system: who sees the ticket sees all of
+    // before the release, which is of the scope of the system: the ticket is not seen before
     // them.
     __syncthreads();
     if (threadIdx.x == 0) {

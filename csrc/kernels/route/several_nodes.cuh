@@ -4,7 +4,7 @@
 //            `--put--> routing inbox of my rail peers --count--> those of their nodes  relay_tiles
 //
 // The rail peer passes on what came as if the source itself had written it, flags included: so
-// whoever reads a routing inbox (assign_rows) need not know of nodes. Blocks wait only for the
+// a reader of a routing inbox (assign_rows) need not know of nodes. Blocks wait only for the
 // blocks of the same number of the rail peers, which have put theirs before they wait.
 #pragma once
 
