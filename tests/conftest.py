@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests import targets
-from tests.launch import Pool, Pools, Rank
+from tests.launch import Pool, Pools, Rank, give_memory_back
 from tests.targets import Target
 
 TEST_DEADLINE_S = 180  # longer than any other deadline: tests/unit/test_deadlines.py
@@ -109,9 +109,11 @@ def world(target: Target, pools: Pools) -> Callable[[int], Pool]:
 
 
 @pytest.fixture
-def alone(target: Target) -> Rank:
+def alone(target: Target) -> Iterator[Rank]:
     """A world of one rank in this process, without ``torch.distributed``."""
-    return Rank(0, 1, target.rank_device(0, 1), target)
+    device = target.rank_device(0, 1)
+    yield Rank(0, 1, device, target)
+    give_memory_back(device)
 
 
 @pytest.fixture

@@ -31,6 +31,7 @@ DEADLINE_S = 60.0
 NETWORK = (
     "HYBRID_EP_TEST_NETWORK"  # takes all tests of several nodes to one of tests/ranks/networks.py
 )
+KEPT_BYTES = 1 << 27
 PATIENCE = hybrid_ep.Config(timeout_s=20)  # a hang shows before the deadline
 
 
@@ -104,9 +105,14 @@ class Pool:
         failed = [(r, o) for r, o in enumerate(outcomes) if o.error or o.exit_code is not None]
         # others often fail because one did: what waited for a peer tells less
         failed.sort(key=lambda failure: "PeerError" in (failure[1].error or ""))
-        for rank, outcome in failed:
-            reason = outcome.error or f"died with exit code {outcome.exit_code}"
-            raise RankFailed(f"rank {rank} of {self.num_ranks}: {reason}")
+        reasons = [(r, o.error or f"died with exit code {o.exit_code}") for r, o in failed]
+        for rank, reason in reasons:
+            others = [
+                f"\nrank {other}: {text.strip().splitlines()[-1]}"
+                for other, text in reasons
+                if other != rank
+            ]
+            raise RankFailed(f"rank {rank} of {self.num_ranks}: {reason}{''.join(others)}")
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
@@ -162,10 +168,10 @@ class Pool:
 class Pools:
     """Pools by target and number of ranks; those used last stay, up to a number of ranks.
 
-    A rank with a CUDA context holds half a GB of its GPU, and takes seconds to start.
+    A rank with a CUDA context holds almost 1 GB of its GPU, and takes seconds to start.
     """
 
-    def __init__(self, most_ranks: int = 16) -> None:
+    def __init__(self, most_ranks: int = 12) -> None:
         self._most_ranks = most_ranks
         self._alive: dict[tuple[Target, int], Pool] = {}  # the last used one is the last
 
@@ -221,7 +227,14 @@ def _serve(connection: Connection, rank: int, num_ranks: int, target: Target, st
         except Exception:
             outcome = Outcome(error=traceback.format_exc())
         connection.send_bytes(_pack(outcome))
+        give_memory_back(device)
     dist.destroy_process_group()
+
+
+def give_memory_back(device: torch.device) -> None:
+    """Return what torch's allocator keeps of a large test: many ranks share the GPU."""
+    if device.type == "cuda" and torch.cuda.memory_reserved(device) > KEPT_BYTES:
+        torch.cuda.empty_cache()
 
 
 def _sleep_in_waits(device: torch.device) -> None:
