@@ -105,14 +105,11 @@ class Pool:
         failed = [(r, o) for r, o in enumerate(outcomes) if o.error or o.exit_code is not None]
         # others often fail because one did: what waited for a peer tells less
         failed.sort(key=lambda failure: "PeerError" in (failure[1].error or ""))
-        reasons = [(r, o.error or f"died with exit code {o.exit_code}") for r, o in failed]
-        for rank, reason in reasons:
-            others = [
-                f"\nrank {other}: {text.strip().splitlines()[-1]}"
-                for other, text in reasons
-                if other != rank
-            ]
-            raise RankFailed(f"rank {rank} of {self.num_ranks}: {reason}{''.join(others)}")
+        reasons = {r: o.error or f"died with exit code {o.exit_code}" for r, o in failed}
+        if reasons:
+            (rank, reason), *others = reasons.items()
+            also = [f"\nrank {r}: {text.strip().splitlines()[-1]}" for r, text in others]
+            raise RankFailed(f"rank {rank} of {self.num_ranks}: {reason}{''.join(also)}")
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
