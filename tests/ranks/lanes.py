@@ -32,6 +32,9 @@ def both_ways(
         layer = Layer(buffer, FFN_HIDDEN, lane, num_parts, max_rows=max_rows)
         # no wait between the steps: memory that was given back too early is used again
         found.append([step(layer, x, recompute) for x in inputs])
+    if me.device.type == "cuda":
+        torch.cuda.synchronize()
+    buffer.destroy()
     return list(zip(*found, strict=True))
 
 
@@ -45,4 +48,5 @@ def order_of_calls(me: Rank, bounded: bool) -> list[str]:
         called = getattr(layer, name)
         setattr(layer, name, lambda *inputs, n=name, f=called: (made.append(n[1:]), f(*inputs))[1])
     step(layer, torch.randn(8, HIDDEN, device=me.device).bfloat16(), recompute=False)
+    buffer.destroy()
     return made

@@ -192,7 +192,7 @@ def test_command(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         "16 tokens per rank, hidden 32, ffn 16",
     ):
         assert text in printed
-    assert "weights at activation" in printed
+    assert "experts enter at the activation" in printed
     assert chart.read_bytes().startswith(b"\x89PNG")
 
     again = tmp_path / "again.json"

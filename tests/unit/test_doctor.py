@@ -211,7 +211,7 @@ def test_nvshmem_is_announced_with_its_checks() -> None:
         assert cure in advice
     assert usable(with_cards()) == ["torch", "nvlink", "nvshmem"]
     missing = only_fault(with_cards(network_extension=None), "nvshmem")
-    assert "as where nvcc or NVSHMEM is missing" in missing.advice
+    assert "It needs nvcc and NVSHMEM" in missing.advice
     broken = only_fault(with_cards(network_extension_error="built with 3.4"), "nvshmem")
     assert "does not load: built with 3.4" in broken.advice
     assert remarks(with_cards(), "nvshmem") == []
