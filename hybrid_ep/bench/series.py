@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from hybrid_ep.bench.options import BASELINES
@@ -21,6 +22,12 @@ SHAPE = {
 KINDS = ("fresh, exact size", "fresh, max_rows", "cached", "combine", "backward")
 BARE = "all_to_all"
 CARRIERS = {"nccl": "NCCL", "gloo": "gloo"}  # of plain torch
+
+
+def alike(records: Iterable[Record], keys: Sequence[str]) -> list[list[Record]]:
+    """Records that follow each other and are equal in all keys, together."""
+    groups = itertools.groupby(records, lambda record: [record[key] for key in keys])
+    return [list(group) for _, group in groups]
 
 
 def machine_of(report: dict[str, Any]) -> str:

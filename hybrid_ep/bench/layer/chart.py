@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
 from hybrid_ep.bench.layer.table import SAME, name_of, title_of
-from hybrid_ep.bench.series import by_commit
+from hybrid_ep.bench.series import alike, by_commit
 from hybrid_ep.output import pictures
 
 
@@ -25,8 +24,7 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
         ValueError: matplotlib is not installed.
     """
     pyplot = pictures.load_pyplot()
-    by_shape = itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME])
-    panels = [list(records) for _, records in by_shape]
+    panels = alike(report["layers"], SAME)
     if not panels:
         return False
     title = f"hybrid_ep on {report['device']}{by_commit(report)}: time of a layer"

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_ep.bench.series import machine_of
+from hybrid_ep.bench.series import alike, machine_of
 from hybrid_ep.output import tables
 
 HEADER = ("layer", "pass", "sizing", "SMs", "us [min..max]", "communication", "TFLOP/s", "peak MB")
@@ -28,8 +27,7 @@ def print_layers(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
         skipped: why a way was not measured.
     """
     print(machine_of(report))
-    for _, records in itertools.groupby(report["layers"], lambda r: [r[key] for key in SAME]):
-        same = list(records)
+    for same in alike(report["layers"], SAME):
         rows = [_row(r) for r in same]
         tables.print_table(title_of(same[0]), HEADER, rows, texts=TEXTS, keys=KEYS)
     print("step: forward, backward and SGD of the router and the experts. Slowest rank, median.")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from pathlib import Path
 from typing import Any
 
 from hybrid_ep.bench.overlap.table import SAME, name_of, products_of, title_of
-from hybrid_ep.bench.series import by_commit
+from hybrid_ep.bench.series import alike, by_commit
 from hybrid_ep.output import pictures
 
 Points = list[tuple[int, float]]
@@ -28,8 +27,7 @@ def plot_overlaps(report: dict[str, Any], path: Path) -> bool:
         ValueError: matplotlib is not installed.
     """
     pyplot = pictures.load_pyplot()
-    by_shape = itertools.groupby(report["overlaps"], lambda r: [r[key] for key in SAME])
-    panels = [list(records) for _, records in by_shape]
+    panels = alike(report["overlaps"], SAME)
     if not panels:
         return False
     title = f"hybrid_ep on {report['device']}{by_commit(report)}: beside matrix products"

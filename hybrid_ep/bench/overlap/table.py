@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_ep.bench.series import machine_of
+from hybrid_ep.bench.series import alike, machine_of
 from hybrid_ep.output import tables
 
 HEADER = (
@@ -34,8 +33,7 @@ def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
         skipped: why a way was not measured.
     """
     print(machine_of(report))
-    for _, records in itertools.groupby(report["overlaps"], lambda r: [r[key] for key in SAME]):
-        same = list(records)
+    for same in alike(report["overlaps"], SAME):
         print(products_of(same[0]))
         rows = [_row(r) for r in same]
         tables.print_table(title_of(same[0]), HEADER, rows, texts=TEXTS, keys=KEYS)
