@@ -70,15 +70,14 @@ class Deadline {
         const uint64_t now = ptx::global_timer_ns();
         if (start_ == 0) start_ = now;
         if (has_fault(watch.state)) return false;
-        if (polls_ % (17 * kPollsPerClock) == 0 &&
-            will_not_come(watch, wait.phase, wait.peer, wait.channel, wait.call)) {
-            return false;
-        }
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.timeout);
-        if (verdict == 0 && !too_late) return true;
         int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
         if (peer == context_.world.rank) peer = wait.peer;  // that waited for me in vain
+        // What that peer says itself tells more than that it does not come.
+        const bool looks = verdict != 0 || too_late || polls_ % (17 * kPollsPerClock) == 0;
+        if (looks && will_not_come(watch, wait.phase, peer, wait.channel, wait.call)) return false;
+        if (verdict == 0 && !too_late) return true;
         const FaultKind kind = verdict != 0 ? FaultKind::kAwaitedInVain : FaultKind::kTimeout;
         report_fault(watch, kind, wait.phase, peer, wait.channel, wait.call, last_call(wait) << 16);
         return false;
