@@ -9,14 +9,21 @@ GIVE_UP_REASONS = {
     1: "because it ran out of memory",
     2: "because it was interrupted",
     3: "because a call of its own failed",
+    4: "because its topk_idx names an expert that does not exist",
 }
 """What a rank may tell its peers when it cannot go on, by the word that travels."""
+
+
+class UnknownExpert(ValueError):
+    """``topk_idx`` named an expert that does not exist; raised on the rank whose it is."""
 
 
 def give_up_reason(error: BaseException) -> int:
     """The word for an error, of ``GIVE_UP_REASONS``."""
     if isinstance(error, MemoryError) or "out of memory" in str(error):
         return 1
+    if isinstance(error, UnknownExpert):
+        return 4
     return 3 if isinstance(error, Exception) else 2
 
 

@@ -134,3 +134,14 @@ def test_expert_out_of_range(world):
     (text,) = world(1).run(mistakes.expert_out_of_range)
     assert "topk_idx must lie in [-1, num_experts=" in text
     assert "at token 3, top-k slot 1" in text
+
+
+@pytest.mark.parametrize("max_rows", [None, 256], ids=["exact", "bounded"])
+def test_peers_of_a_rank_with_an_unknown_expert_hear_of_it(world, max_rows):
+    told = world(3).run(mistakes.unknown_expert_on_rank_1, max_rows, deadline_s=60)
+    (own, _) = told.pop(1)
+    assert own.startswith("UnknownExpert: topk_idx must lie in [-1, num_experts="), own
+    for text, seconds in told:
+        assert "waited for rank 1 in " in text, text
+        assert "no more calls, because its topk_idx names an expert that does not" in text, text
+        assert seconds < mistakes.LONG_S / 2

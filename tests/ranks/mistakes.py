@@ -201,3 +201,27 @@ def expert_out_of_range(me: Rank) -> str:
         text = str(error)
     call.buffer.destroy()
     return text
+
+
+LONG_S = 40
+
+
+def unknown_expert_on_rank_1(me: Rank, max_rows: int | None) -> tuple[str, float]:
+    """What a dispatch raises on each rank when the topk_idx of rank 1 is wrong, after how long."""
+    buffer = me.buffer(**CASE.sizes(), config=hybrid_ep.Config(timeout_s=LONG_S))
+    inputs = CASE.inputs(me.rank)
+    topk_idx = inputs.topk_idx.to(me.device)
+    if me.rank == 1:
+        topk_idx[3, 1] = CASE.num_experts
+    begin, text = time.monotonic(), ""
+    try:
+        hybrid_ep.dispatch(buffer, inputs.x.to(me.device), topk_idx, max_rows=max_rows)
+        if me.rank == 1:
+            while time.monotonic() - begin < LONG_S / 2:  # as its next call will
+                buffer.check()
+        torch.cuda.synchronize()
+        buffer.check()
+    except (ValueError, RuntimeError) as error:
+        text = f"{type(error).__name__}: {error}"
+    buffer.destroy()
+    return text, time.monotonic() - begin

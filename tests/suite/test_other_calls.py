@@ -43,9 +43,9 @@ def test_layouts_of_two_routes_in_another_order_are_a_peer_error(
             peers = [last] if rank < last else range(last)
             starts = [f"rank {rank} waited for rank {peer} in {phase} (call " for peer in peers]
             assert text.startswith(tuple(starts)), text
-            here, there = text.split("the peer makes this call with another layout; ")[1].split(
-                "; "
-            )
+            _, found, difference = text.partition("the peer makes this call with another layout; ")
+            assert found, text
+            here, there = difference.split("; ")
             told = rf"{phase}, call \d+ of the Buffer, the layout of route [\d,]+"
             assert re.fullmatch(f"here: {told}", here) and re.fullmatch(f"there: {told}", there)
             assert here.partition(": ")[2] != there.partition(": ")[2]

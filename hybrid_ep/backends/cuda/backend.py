@@ -34,7 +34,13 @@ from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
-from hybrid_ep.errors import GIVE_UP_REASONS, PeerError, TooManyExperts, give_up_reason
+from hybrid_ep.errors import (
+    GIVE_UP_REASONS,
+    PeerError,
+    TooManyExperts,
+    UnknownExpert,
+    give_up_reason,
+)
 from hybrid_ep.group import Group
 from hybrid_ep.layout.handle_layout import find_padding
 from hybrid_ep.shape import MAX_SCALED_ROW_BYTES, Shape
@@ -62,6 +68,7 @@ class CudaBackend:
 
     _alive: ClassVar[weakref.WeakSet[CudaBackend]] = weakref.WeakSet()  # of this process
     _broken: str | None = None  # why no call can be made any more, if it is this rank's doing
+    _has_told = False  # peers of an unknown expert
 
     def __init__(
         self,
@@ -117,11 +124,15 @@ class CudaBackend:
             return
         if fault.kind == _BAD_EXPERT:
             value = fault.seen - (1 << 64) if fault.seen >> 63 else fault.seen
-            raise ValueError(
+            error = UnknownExpert(
                 f"topk_idx must lie in [-1, num_experts={self._shape.num_experts}), got {value} at "
                 f"token {fault.peer}, top-k slot {fault.channel}; this Buffer cannot be used any "
                 "more"
             )
+            if not self._has_told:  # peers wait for this rank
+                self._has_told = True
+                self._tell_peers(error)
+            raise error
         if fault.kind == _TOO_MANY_EXPERTS:
             raise TooManyExperts(rank=fault.peer, experts=fault.seen, ends=True)
         if fault.kind == _OTHER_CALL:
@@ -361,6 +372,9 @@ class CudaBackend:
             f"an earlier call failed half way ({type(error).__name__}: {error}), so this Buffer "
             "cannot be used any more; destroy() it on every rank"
         )
+        self._tell_peers(error)
+
+    def _tell_peers(self, error: Exception) -> None:
         with contextlib.suppress(RuntimeError):
             self._runtime.give_up(give_up_reason(error))
 
