@@ -15,20 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hybrid_ep import ops
-from hybrid_ep.backends.choose import BACKENDS, build, choose
+from hybrid_ep.backends.choose import BACKENDS
 from hybrid_ep.backends.cuda.trace import chrome_trace
 from hybrid_ep.backends.endings import refuse_in_capture
 from hybrid_ep.communicator import Communicator
-from hybrid_ep.config import Config
-from hybrid_ep.group import Group, Topology, ranks_of_a_host
+from hybrid_ep.config import Config, as_config
+from hybrid_ep.group import Group, Topology, find_device, ranks_of_a_host
 from hybrid_ep.handle import Dispatched, Handle
 from hybrid_ep.ops import round_trip
 from hybrid_ep.shape import Shape
 
 _log = logging.getLogger("hybrid_ep")
 _next_number = itertools.count()
-_LIVE, _RELEASED, _DESTROYED = "live", "released", "destroyed"
-_GONE = "this hybrid_ep.Buffer was destroyed"
 
 
 class Buffer:
@@ -96,7 +94,6 @@ class Buffer:
     ) -> None:
         self._group = Group(group)
         self.group, self.dtype = self._group.process_group, dtype
-        self._state = _LIVE
         with self._group.together():
             shape = Shape(
                 num_ranks=self._group.num_ranks,
@@ -110,8 +107,8 @@ class Buffer:
             )
             if backend not in BACKENDS:
                 raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
-            self.config = _read_config(config)
-            self.device = self._group.device = _find_device(device)
+            self.config = as_config(config)
+            self.device = self._group.device = find_device(device)
             refuse_in_capture("made")
             # rank 0's: ranks may be in Buffers of other groups
             self.number = self._group.meet(next(_next_number))[0]
@@ -119,12 +116,9 @@ class Buffer:
                 shape = replace(shape, ranks_per_node=ranks_of_a_host(self._group.hosts))
             settings = {"device type": self.device.type, "backend": backend}
             self._group.agree_on({**vars(shape), **settings, "config": repr(self.config)})
-            made, self.backend_reason = choose(
-                backend, shape, self._group, self.config, number=self.number
-            )
-            self.communicator = Communicator(shape, self._group, made)
+            self.communicator = Communicator(backend, shape, self._group, self.config, self.number)
             ops.prepare_order(self.device)
-        self.shape = shape
+        self.shape, self.backend_reason = shape, self.communicator.reason
         self.topology = Topology(self._group.rank, shape.num_ranks, shape.ranks_per_node)
         self.hidden, self.topk, self.max_tokens = shape.hidden, shape.topk, shape.max_tokens
         self.num_experts, self.num_local_experts = shape.num_experts, shape.num_local_experts
@@ -229,10 +223,7 @@ class Buffer:
             Tensor: ``[T, hidden]``, dtype of rows.
 
         Raises:
-            TypeError: an argument is of another type; nothing was sent.
-            ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
-                Buffer; nothing was sent.
-            PeerError: a peer died, was too late, or made another call.
+            TypeError, ValueError, PeerError: as of ``dispatch``.
         """
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
@@ -264,10 +255,7 @@ class Buffer:
             twice has its row's value in each of its slots.
 
         Raises:
-            TypeError: an argument is of another type; nothing was sent.
-            ValueError: an argument breaks a rule, or its gradient is wanted and does not fit the
-                Buffer; nothing was sent.
-            PeerError: a peer died, was too late, or made another call.
+            TypeError, ValueError, PeerError: as of ``dispatch``.
         """
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
@@ -282,7 +270,7 @@ class Buffer:
 
     def describe(self) -> str:
         """What was picked and why, in a few lines for people."""
-        t, released = self.topology, ", released" if self._state == _RELEASED else ""
+        t, released = self.topology, ", released" if self.communicator.state == "released" else ""
         return (
             f"hybrid_ep.Buffer: rank {t.rank} of {t.num_ranks}, {t.num_nodes} node(s) of "
             f"{t.ranks_per_node}, {self.device}\n"
@@ -342,19 +330,7 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or an earlier call on some rank failed (then on
                 all of them: destroy it).
         """
-        with self._group.together():  # afterwards no rank holds any memory
-            refuse_in_capture("released")
-            self._refuse_if_destroyed()
-            if self._state == _RELEASED:
-                return
-            self._raise_failures()
-            self._state = _RELEASED
-            self._last_call = self.communicator.backend.last_call
-            self.communicator.close(
-                "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks"
-            )
-            self._group.gather(None)  # now no rank maps a peer's memory
-            self.communicator.backend.reclaim()
+        self.communicator.release()
 
     def restore(self) -> None:
         """Take the memory again after ``release``: the same backend, sizes and id as before.
@@ -365,15 +341,7 @@ class Buffer:
             RuntimeError: the buffer was destroyed, or a rank has no memory for it; then it stays
                 released on all ranks, and may be restored later.
         """
-        with self._group.together():
-            refuse_in_capture("restored")
-            self._refuse_if_destroyed()
-            if self._state == _LIVE:
-                return
-            numbers = {"number": self.number, "last_call": self._last_call}
-            made = build(self.backend, self.shape, self._group, self.config, **numbers)
-            self.communicator.reopen(made)
-        self._state = _LIVE
+        self.communicator.restore()
 
     def destroy(self) -> None:
         """Give the memory back. Idempotent, waits for no peer, safe after a PeerError.
@@ -385,8 +353,7 @@ class Buffer:
         Peers that still read this rank's outbox are not harmed: the memory is kept aside until
         every peer has destroyed its Buffer as well.
         """
-        self.communicator.close(_GONE)
-        self._state = _DESTROYED
+        self.communicator.destroy()
 
     def __enter__(self) -> Buffer:
         return self
@@ -397,7 +364,7 @@ class Buffer:
             if kind is None:
                 with self._group.together():
                     refuse_in_capture("ended")
-                    self._raise_failures()
+                    self.communicator.raise_failures()
         finally:
             self.destroy()
 
@@ -405,21 +372,20 @@ class Buffer:
         """One line that waits for nothing, also of a Buffer whose construction failed."""
         if not hasattr(self, "layout_size"):
             return "Buffer(not made)"
-        t = self.topology
+        t, state = self.topology, self.communicator.state
         return (
             f"Buffer(rank {t.rank} of {t.num_ranks}, hidden={self.hidden}, "
             f"num_experts={self.num_experts}, max_tokens={self.max_tokens}, topk={self.topk}, "
-            f"dtype={self.dtype}, device='{self.device}', backend='{self.backend}', {self._state})"
+            f"dtype={self.dtype}, device='{self.device}', backend='{self.backend}', {state})"
         )
 
     # A copied model (an average of weights, a frozen teacher) must go on calling with the peers of
     # this Buffer. A second one could only be made by all ranks together.
 
-    def __copy__(self) -> Buffer:
+    def __deepcopy__(self, memo: Any = None) -> Buffer:
         return self
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buffer:
-        return self
+    __copy__ = __deepcopy__
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise TypeError(
@@ -428,57 +394,6 @@ class Buffer:
             "model in the process that loads it; in a child process, make a Buffer of its own"
         )
 
-    def _raise_failures(self) -> None:
-        """Raise what an earlier call left behind on any rank."""
-        failure = None
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)  # so that every failure is known
-            self.communicator.backend.check()
-        except (RuntimeError, ValueError) as error:
-            failure = error
-        for rank, theirs in enumerate(self._group.gather(failure and str(failure))):
-            if theirs is not None:
-                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
-
-    def _refuse_if_destroyed(self) -> None:
-        if self._state == _DESTROYED:
-            raise RuntimeError(_GONE)
-
 
 dispatch, combine, combine_values = Buffer.dispatch, Buffer.combine, Buffer.combine_values
 """The same as functions: ``dispatch(buffer, x, topk_idx)``."""
-
-
-def _read_config(config: Config | str | os.PathLike[str] | None) -> Config:
-    if config is None or isinstance(config, Config):
-        return config or Config()
-    if not isinstance(config, (str, os.PathLike)):
-        raise ValueError(f"config must be a Config or the path of its file, got {config!r}")
-    return Config.load(config)
-
-
-def _find_device(device: torch.device | str | None) -> torch.device:
-    """The device meant, with its index.
-
-    Raises:
-        ValueError: torch finds no such device.
-    """
-    has_gpu = torch.cuda.is_available()
-    if device is None:
-        device = "cuda" if has_gpu else "cpu"
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device must be a torch.device or its name: {error}") from error
-    if found.type != "cuda":
-        return found
-    if found.index is None:
-        if not has_gpu:
-            raise ValueError(f"device must be one that torch can use, got {device}: no CUDA device")
-        return torch.device("cuda", torch.cuda.current_device())
-    if has_gpu and found.index >= torch.cuda.device_count():
-        raise ValueError(
-            f"device must be one of the {torch.cuda.device_count()} CUDA devices here, got {device}"
-        )
-    return found

@@ -1,7 +1,11 @@
 """What the ranks of a Buffer made together for its calls: all that the ops know of it.
 
-A ``Buffer`` makes a Communicator, and takes its backend away and gives it another. The ops, which
-lie between the two, find it by a number: torch passes no other object through a graph.
+A ``Buffer`` makes a Communicator, and ends it; in between the backend may go and come again:
+
+    live --release--> released --restore--> live --destroy--> destroyed
+
+The ops, which lie between a Buffer and its backend, find the Communicator by a number: torch passes
+no other object through a graph.
 """
 
 from __future__ import annotations
@@ -10,46 +14,108 @@ import itertools
 import weakref
 from typing import Any, NoReturn
 
-from hybrid_ep.backends import Backend
+import torch
+
+from hybrid_ep.backends.choose import build, choose
+from hybrid_ep.backends.endings import refuse_in_capture
+from hybrid_ep.config import Config
 from hybrid_ep.group import Group
 from hybrid_ep.shape import Shape
 
 _next_id = itertools.count()
 _alive: weakref.WeakValueDictionary[int, Communicator] = weakref.WeakValueDictionary()
+_REFUSALS = {  # by state
+    "released": "this hybrid_ep.Buffer was released: restore() brings it back, on all ranks",
+    "destroyed": "this hybrid_ep.Buffer was destroyed",
+}
 
 
 class Communicator:
-    """See the module.
+    """See the module; collective to make.
+
+    Args:
+        asked: the backend, one of ``BACKENDS``.
+        shape: as below.
+        group: likewise; the ranks have met.
+        config: equal on all ranks, like the ``number`` of the Buffer.
 
     Attributes:
         shape: the sizes of its calls.
         group: its ranks.
         device: where its tensors are.
         id: what the ops take in its place.
+        state: ``"live"``, ``"released"`` or ``"destroyed"``.
         backend: what moves tokens; destroyed while the Buffer has no memory.
+        reason: why it is this backend.
         verbs: the backend, where it may be called; else what raises in its place.
         layout_size: int32 words of a handle's layout.
         has_kernels: whether the limits of the CUDA kernels hold for its tensors.
         two_way_dtypes: rows that dispatch and combine both carry.
+
+    Raises:
+        RuntimeError: the backend asked for cannot run here, on all ranks.
     """
 
-    def __init__(self, shape: Shape, group: Group, backend: Backend) -> None:
+    def __init__(self, asked: str, shape: Shape, group: Group, config: Config, number: int) -> None:
         self.shape, self.group, self.device = shape, group, group.device
-        self.backend = self.verbs = backend
-        self.layout_size = backend.layout_size
-        self.has_kernels = backend.name != "torch"
+        self._config, self._number = config, number
+        self.backend, self.reason = choose(asked, shape, group, config, number=number)
+        self.verbs, self.state = self.backend, "live"
+        self.layout_size = self.backend.layout_size
+        self.has_kernels = self.backend.name != "torch"
         self.two_way_dtypes = shape.two_way_dtypes(aligned=self.has_kernels)
         self.id = next(_next_id)
         _alive[self.id] = self
 
-    def close(self, reason: str) -> None:
-        """Give back what the backend holds; every call raises a RuntimeError with the reason."""
-        self.backend.destroy()
-        self.verbs = _Closed(reason)
+    def release(self) -> None:
+        """See ``Buffer.release``."""
+        with self.group.together():  # afterwards no rank holds any memory
+            self._refuse_change("released")
+            if self.state == "released":
+                return
+            self.raise_failures()
+            self._last_call = self.backend.last_call
+            self._close("released")
+            self.group.gather(None)  # now no rank maps a peer's memory
+            self.backend.reclaim()
 
-    def reopen(self, backend: Backend) -> None:
-        """Go on with another backend of the same kind."""
-        self.backend = self.verbs = backend
+    def restore(self) -> None:
+        """See ``Buffer.restore``."""
+        with self.group.together():
+            self._refuse_change("restored")
+            if self.state == "live":
+                return
+            numbers = {"number": self._number, "last_call": self._last_call}
+            made = build(self.backend.name, self.shape, self.group, self._config, **numbers)
+        self.backend = self.verbs = made
+        self.state = "live"
+
+    def destroy(self) -> None:
+        """See ``Buffer.destroy``."""
+        self._close("destroyed")
+
+    def raise_failures(self) -> None:
+        """Raise what an earlier call left behind on any rank; waits for the GPU; collective."""
+        failure = None
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)  # so that every failure is known
+            self.backend.check()
+        except (RuntimeError, ValueError) as error:
+            failure = error
+        for rank, theirs in enumerate(self.group.gather(failure and str(failure))):
+            if theirs is not None:
+                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
+
+    def _close(self, state: str) -> None:
+        """Give back what the backend holds; every call raises a RuntimeError that says why."""
+        self.backend.destroy()
+        self.verbs, self.state = _Closed(_REFUSALS[state]), state
+
+    def _refuse_change(self, what: str) -> None:
+        refuse_in_capture(what)
+        if self.state == "destroyed":
+            raise RuntimeError(_REFUSALS["destroyed"])
 
 
 class _Closed:

@@ -153,6 +153,15 @@ class Config:
             raise ValueError(f"{where}: {error}") from None
 
 
+def as_config(config: Config | str | os.PathLike[str] | None) -> Config:
+    """The Config that a user means, by itself or by the path of its file; None: the default."""
+    if config is None or isinstance(config, Config):
+        return config or Config()
+    if not isinstance(config, (str, os.PathLike)):
+        raise ValueError(f"config must be a Config or the path of its file, got {config!r}")
+    return Config.load(config)
+
+
 def _as_seconds(timeout_s: Any) -> float:
     """A deadline as a float: infinite for None and for integers that no float can hold."""
     seconds = math.inf if timeout_s is None else math.nan

@@ -218,6 +218,28 @@ def host_name() -> str:
         return socket.gethostname()
 
 
+def find_device(device: torch.device | str | None) -> torch.device:
+    """The device that a user means, with its index; ValueError where torch finds none."""
+    has_gpu = torch.cuda.is_available()
+    if device is None:
+        device = "cuda" if has_gpu else "cpu"
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device must be a torch.device or its name: {error}") from error
+    if found.type != "cuda":
+        return found
+    if found.index is None:
+        if not has_gpu:
+            raise ValueError(f"device must be one that torch can use, got {device}: no CUDA device")
+        return torch.device("cuda", torch.cuda.current_device())
+    if has_gpu and found.index >= torch.cuda.device_count():
+        raise ValueError(
+            f"device must be one of the {torch.cuda.device_count()} CUDA devices here, got {device}"
+        )
+    return found
+
+
 def gpu_uuid(device: torch.device) -> str:
     """Names a GPU, whatever index a process has it under."""
     return str(torch.cuda.get_device_properties(device).uuid)
