@@ -39,9 +39,10 @@ HEAD = ("init_process_group", "op", "mode", "direction", "torch us", "NCCL way u
 def send_to_itself(buffer: Buffer) -> None:
     """Make a Buffer of one rank exchange all that it otherwise would not."""
     backend = buffer.communicator.verbs
-    backend._carrier = Carrier("nccl")
+    backend._transport.carrier = Carrier("nccl")
     group = buffer.communicator.group
-    backend._calls.exchange = Collectives(group, buffer.config.timeout_s)
+    backend._exchange = Collectives(group, buffer.config.timeout_s)
+    backend._calls.exchange = backend._exchange
 
 
 def measure(device: torch.device, options: Options) -> list[dict[str, Any]]:

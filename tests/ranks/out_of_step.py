@@ -247,7 +247,8 @@ CAUSES = {
 
 def by_messages(buffer: hybrid_ep.Buffer) -> None:
     """As across hosts: no shared outbox."""
-    buffer.communicator.verbs._may_share, buffer.communicator.verbs._outbox = False, None
+    transport = buffer.communicator.verbs._transport
+    transport.may_share, transport._outbox = False, None
 
 
 def stop(

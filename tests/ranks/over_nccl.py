@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hybrid_ep
-from hybrid_ep.backends.torch import backend as torch_backend
-from hybrid_ep.backends.torch import fresh, tensors
+from hybrid_ep.backends.torch import fresh, tensors, transport
 from hybrid_ep.backends.torch.carrier import Carrier, serving_backend
 from hybrid_ep.backends.torch.collectives import Collectives
 from tests.cases import Case
@@ -31,7 +30,7 @@ def over_nccl() -> Iterator[None]:
         return True
 
     with (
-        mock.patch.object(torch_backend, "choose_carrier", lambda *args: Carrier("nccl")),
+        mock.patch.object(transport, "choose_carrier", lambda *args: Carrier("nccl")),
         mock.patch.object(fresh, "runs_ahead", always),
         mock.patch.object(tensors, "runs_ahead", always),
     ):
@@ -44,10 +43,11 @@ class RankOverNccl(Rank):
     def buffer(self, group: Any = None, **arguments: Any) -> hybrid_ep.Buffer:
         buffer = super().buffer(group, **arguments)
         backend = buffer.communicator.verbs
-        if backend._carrier.is_nothing:
-            backend._carrier = Carrier("nccl")
+        if backend._transport.carrier.is_nothing:
+            backend._transport.carrier = Carrier("nccl")
             group = buffer.communicator.group
-            backend._calls.exchange = Collectives(group, buffer.config.timeout_s)
+            backend._exchange = Collectives(group, buffer.config.timeout_s)
+            backend._calls.exchange = backend._exchange
         return buffer
 
 

@@ -124,9 +124,13 @@ class Calls:
                 raise self.exchange.lacks(peer, _both("the peer made another call", *told))
         return True
 
-    def send(self, picked: Any, counts: list[int], back: list[int], phase: str) -> Any:
-        """Start to send what was picked, in the call that was agreed on last."""
-        return self.exchange.send(picked, counts, back, phase=phase, call=self.last)
+    def send(self, picked: list[Any], layout: Layout, phase: str) -> list[Any]:
+        """Start to send what was picked, None aside, in the call that was agreed on last."""
+        counts = layout.send_counts, layout.recv_counts
+        if phase == "combine":  # sums go the way back
+            counts = counts[::-1]
+        call = {"phase": phase, "call": self.last}
+        return [p if p is None else self.exchange.send(p, *counts, **call) for p in picked]
 
 
 def dispatch_sizes(

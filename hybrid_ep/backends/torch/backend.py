@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,11 +30,8 @@ from torch import Tensor
 from hybrid_ep.backends import Moved, Route, endings
 from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
-from hybrid_ep.backends.torch.agreement import NUM_WORDS, Calls, combine_sizes, dispatch_sizes
-from hybrid_ep.backends.torch.carrier import NOTHING, choose_carrier
-from hybrid_ep.backends.torch.collectives import Collectives
+from hybrid_ep.backends.torch.agreement import NUM_WORDS, combine_sizes, dispatch_sizes
 from hybrid_ep.backends.torch.fresh import Fresh, padded
-from hybrid_ep.backends.torch.host_memory import HostOutbox, map_together
 from hybrid_ep.backends.torch.layout import (
     Counts,
     Groups,
@@ -50,9 +46,9 @@ from hybrid_ep.backends.torch.layout import (
     slots_of_rows,
     sum_slots,
 )
-from hybrid_ep.backends.torch.messages import Messages, tag_of
 from hybrid_ep.backends.torch.sums import gather_or_zero, sum_at_home, sum_in_order
 from hybrid_ep.backends.torch.tensors import as_words, empty, trues_first
+from hybrid_ep.backends.torch.transport import Transport
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
 from hybrid_ep.errors import TooManyExperts
@@ -79,41 +75,24 @@ class TorchBackend:
     ) -> None:
         self._shape, self._rank, self._device = shape, group.rank, group.device
         self.layout_size = Layout.size(shape)
-        self._carrier = NOTHING
-        if group.num_ranks > 1:
-            self._carrier = choose_carrier(group.process_group, group.device, group.shares_gpus())
-        exchange = Messages(group, config.timeout_s, tag_of(number))
-        if self._carrier.is_nccl:
-            exchange = Collectives(group, config.timeout_s)
-            exchange.meet()
-        self._calls = Calls(exchange, shape, number, last_call)
+        self._transport = Transport(shape, group, config.timeout_s, number, last_call)
+        self._calls, self._exchange = self._transport.calls, self._transport.calls.exchange
         self._turn = Turn()
         self._streams = StreamOrder(self._device) if self._device.type == "cuda" else None
-        self._outbox: HostOutbox | None = None
-        self._may_share = self._device.type == "cpu" and not (
-            self._carrier.is_nothing or self._carrier.is_nccl
-        )
 
     @property
     def last_call(self) -> int:
         return self._calls.last
 
-    @property
-    def _exchange(self) -> Messages | Collectives:
-        return self._calls.exchange
-
     def describe(self) -> str:
-        way = "all_to_all_single" if self._carrier.is_nccl else "point-to-point messages"
-        shared = ", tokens by shared memory on one host" if self._may_share else ""
-        return f"torch: {way}, carried by {self._carrier}{shared}"
+        return f"torch: {self._transport}"
 
     def check(self) -> None:
         if self._exchange.failure is not None:
             raise self._exchange.failure
 
     def destroy(self) -> None:
-        self._outbox = None
-        self._exchange.drop()
+        self._transport.drop()
 
     def reclaim(self) -> None:
         pass  # the system keeps shared memory until the last rank has let go of it
@@ -131,7 +110,6 @@ class TorchBackend:
     ) -> Route:
         with self._one_call():
             fresh = self._route(topk_idx, max_rows, align, most, slots)
-            self._send_experts(fresh)
             copies = self._exchange.receive(fresh.arriving)
             self._exchange.settle()
             fresh.assign_rows(copies)
@@ -151,14 +129,8 @@ class TorchBackend:
     ) -> Fresh:
         """Agree on who sends how much to whom.
 
-        Args:
-            topk_idx: as of ``route``.
-            max_rows: likewise.
-            align: likewise.
-            most: likewise.
-            slots: likewise.
-            next_sizes: of a dispatch that follows; none where its ranks tell them themselves.
-            tables: what that sends of each token.
+        The first arguments are those of ``route``. A dispatch that follows has ``next_sizes`` and
+        sends ``tables`` of each token; none where its ranks tell each other themselves.
         """
         shape, topk = self._shape, self._shape.topk
         named = name_experts(topk_idx, shape.num_experts)
@@ -170,19 +142,22 @@ class TorchBackend:
 
         words = self._calls.describe("route", (topk,), next_sizes=next_sizes)
         everybody = None
-        outbox = self._outbox_for("route", words, topk * experts.element_size())
-        if outbox is not None:
-            everybody = self._publish(outbox, "route", [as_words(padded(experts, shape))])[0]
+        if self._transport.may_share:
+            mine = as_words(padded(experts, shape))
+            everybody = self._transport.share("route", words, [mine])
         told = self._calls.tell("route", words, counts)
         by_peer = trues_first((of_ranks > 0).t().flatten())  # while the tables are under way
         heard = self._calls.hear(told)
         # the tokens first: they keep the device busy
         sent, received = ([Counts.of(row[NUM_WORDS:], topk) for row in rows] for rows in heard)
-        self._refuse_more_experts(received)
+        for rank, counts in enumerate(received):
+            if counts.experts_beyond:  # all ranks see it and end the call here, in step
+                self._exchange.settle()
+                raise TooManyExperts(rank=rank, experts=counts.experts_beyond, ends=False)
         send_counts = [counts.copies for counts in sent]
         send_tokens = by_peer[: sum(send_counts)] % max(1, len(topk_idx))
         goes_on = self._calls.agree_on_next(heard)
-        picked = self._pick(tables, send_tokens) if goes_on else []
+        picked = self._transport.pick(tables, send_tokens) if goes_on else []
 
         groups = Groups.of(_sum(counts.of_experts for counts in received), max_rows, align)
         layout = Layout(
@@ -201,38 +176,10 @@ class TorchBackend:
         )
         fresh = Fresh(shape, self._rank, layout, groups, experts, goes_on, picked)
         if everybody is not None:  # now: a later call publishes there
-            fresh.find_copies(everybody.view(experts.dtype))
+            fresh.find_copies(everybody[0].view(experts.dtype))
+        elif not goes_on:
+            self._transport.send_experts(fresh)
         return fresh
-
-    def _refuse_more_experts(self, received: list[Counts]) -> None:
-        """All ranks know the same, so all end the call here, and the next one is in step."""
-        for rank, counts in enumerate(received):
-            if counts.experts_beyond:
-                self._exchange.settle()
-                raise TooManyExperts(rank=rank, experts=counts.experts_beyond, ends=False)
-
-    def _pick(self, tables: Sequence[Tensor | None], tokens: Tensor) -> list[Any]:
-        return [t if t is None else self._exchange.pick(t, tokens) for t in tables]
-
-    def _send_experts(self, fresh: Fresh, by_place: Tensor | None = None) -> None:
-        """Those of each copy to the rank that gets it, over NCCL; else all to all ranks.
-
-        ``by_place``, weights, go along.
-        """
-        if fresh.arriving is not None:
-            return
-        layout, experts = fresh.layout, fresh.experts
-        if self._carrier.is_nccl:
-            if by_place is not None:
-                experts = torch.cat([experts, by_place.view(torch.int32)], dim=1)
-            picked = self._exchange.pick(experts, layout.send_tokens)
-            counts = layout.send_counts, layout.recv_counts
-            fresh.arriving = self._calls.send(picked, *counts, "route")
-            return
-        if not self._carrier.is_nothing:
-            mine = padded(experts, self._shape)
-            experts = self._exchange.gather(mine, phase="route", call=self.last_call)
-        fresh.find_copies(experts)
 
     # ---- dispatch
 
@@ -265,12 +212,10 @@ class TorchBackend:
         with self._one_call():
             # what ranks publish for each other needs an exchange of its own
             following = ()
-            if self._carrier.is_nccl:
+            if self._transport.carrier.is_nccl:
                 tables = [t if t is None else as_words(t) for t in (x, scales)]
                 following = dispatch_sizes(x, scales, weights, num_sms), tables
             fresh = self._route(topk_idx, max_rows, align, most, slots, *following)
-            if not fresh.goes_on:
-                self._send_experts(fresh)
             moved = self._dispatch(x, weights, scales, fresh.layout, max_rows, num_sms, fresh)
             return fresh.made(), moved
 
@@ -289,11 +234,11 @@ class TorchBackend:
         by_place = None if weights is None else sum_slots(weights, layout)
         sees_all = False  # tables hold the tokens of all ranks; else copies, once they are here
         if fresh is not None and fresh.goes_on:
-            tables = self._send_with_experts(fresh, by_place)
+            tables = self._transport.send_with_experts(fresh, by_place)
         else:
             tables = [None if t is None else as_words(t) for t in (x, scales, by_place)]
             sizes = dispatch_sizes(x, scales, weights, num_sms)
-            tables, sees_all = self._tell_and_send(tables, sizes, layout)
+            tables, sees_all = self._transport.send_tokens(tables, sizes, layout)
 
         if fresh is None:
             slots, rows = layout.all_slots()
@@ -302,7 +247,7 @@ class TorchBackend:
             slots, rows = fresh.slots, fresh.rows
         slots, padding = slots_of_rows(slots, rows, num_rows, layout.num_filled)
         copies = slots // self._shape.topk
-        tables = [t if t is None else self._exchange.receive(t) for t in tables]
+        tables = self._transport.receive(tables)
         self._exchange.settle()
         if sees_all and layout.num_filled:
             copies = layout.sources.index_select(0, copies)
@@ -330,55 +275,6 @@ class TorchBackend:
             move(by_place.view(weights.dtype).flatten(), slots, row_weights)
         return rows, row_weights, row_scales
 
-    def _tell_and_send(
-        self, tables: list[Tensor | None], sizes: tuple[int, ...], layout: Layout
-    ) -> tuple[list[Any], bool]:
-        """Tell all ranks that the tables come, and send or publish them.
-
-        Returns:
-            tuple: what ``receive`` makes the tables of; and whether they hold the tokens of all
-            ranks.
-        """
-        words = self._calls.describe("dispatch", sizes, layout)
-        outbox = self._outbox_for("dispatch", words, sum(sizes[:3]))
-        if outbox is not None:
-            tables = self._publish(outbox, "dispatch", tables)
-        told = self._calls.tell("dispatch", words)
-        if outbox is not None or self._carrier.is_nothing:
-            self._calls.hear(told)
-            return tables, True
-        picked = self._pick(tables, layout.send_tokens)
-        self._calls.hear(told)
-        return self._send_all(picked, layout), False
-
-    def _send_with_experts(self, fresh: Fresh, by_place: Tensor | None) -> list[Any]:
-        """Send what was picked, as the ranks have agreed, and weights with the experts."""
-        self._send_experts(fresh, by_place)
-        self._calls.last += 1  # as the ranks have agreed
-        sent = self._send_all(fresh.picked, fresh.layout)
-        return [*sent, None if by_place is None else fresh.arriving]
-
-    def _send_all(self, picked: list[Any], layout: Layout) -> list[Any]:
-        counts = layout.send_counts, layout.recv_counts
-        return [p if p is None else self._calls.send(p, *counts, "dispatch") for p in picked]
-
-    def _outbox_for(self, phase: str, words: list[int], needed: int) -> HostOutbox | None:
-        """The shared outbox with room for such tokens, made anew for wider ones; or None."""
-        if self._may_share and (self._outbox is None or self._outbox.token_bytes < needed):
-            self._calls.compare(self._calls.tell(phase, words))  # so that all ranks are here
-            size = HostOutbox.size(self._shape, needed)
-            mapped = map_together(self._exchange, size, phase, self.last_call + 1)
-            self._may_share = mapped is not None
-            self._outbox = mapped and HostOutbox(mapped, self._shape, self._rank, needed)
-        return self._outbox
-
-    def _publish(
-        self, outbox: HostOutbox, phase: str, payloads: list[Tensor | None]
-    ) -> list[Tensor | None]:
-        # a peer that is already in the call has its tokens there, at places that the widths give
-        self._exchange.open(phase, self.last_call + 1)
-        return outbox.publish(payloads, self.last_call)
-
     # ---- combine
 
     def combine(
@@ -392,39 +288,29 @@ class TorchBackend:
         num_sms: int = 0,
     ) -> tuple[Tensor, Tensor | None]:
         with self._one_call():
+            layout = self._read(layout)
             sizes = combine_sizes(rows, values, num_sms)
-            return self._combine(rows, weights, values, self._read(layout), sizes)
-
-    def _combine(
-        self,
-        rows: Tensor,
-        weights: Tensor | None,
-        values: Tensor | None,
-        layout: Layout,
-        sizes: tuple[int, ...],
-    ) -> tuple[Tensor, Tensor | None]:
-        words = self._calls.describe("combine", sizes, layout)
-        told = self._calls.tell("combine", words)
-        num_terms = layout.row_terms or count_terms(layout.copy_rows).tolist()
-        sums = [sum_in_order(rows, layout.copy_rows, num_terms, weights)]
-        if values is not None:
-            sums.append(gather_or_zero(values, layout.copy_rows))
-        picked = [self._exchange.pick(each) for each in sums]
-        self._calls.hear(told)
-        counts = layout.recv_counts, layout.send_counts
-        arriving = [self._calls.send(each, *counts, "combine") for each in picked]
-        # while the sums are on their way
-        of_ranks = experts_of_ranks(layout.named.long(), self._shape)
-        home_copies = list_home_copies(of_ranks, self._shape.topk)
-        home_terms = count_terms(home_copies).tolist()
-        inbox, *home = [self._exchange.receive(each) for each in arriving]  # as send_tokens
-        self._exchange.settle()
-        y = sum_at_home(inbox, home_copies, home_terms, layout, self._shape)
-        if values is None:
-            return y, None
-        by_place = values.new_zeros((layout.num_tokens, self._shape.topk))
-        by_place.index_add_(0, layout.send_tokens, home[0])  # one rank owns each place
-        return y, gather_slots(by_place, layout)
+            words = self._calls.describe("combine", sizes, layout)
+            told = self._calls.tell("combine", words)
+            num_terms = layout.row_terms or count_terms(layout.copy_rows).tolist()
+            sums = [sum_in_order(rows, layout.copy_rows, num_terms, weights)]
+            if values is not None:
+                sums.append(gather_or_zero(values, layout.copy_rows))
+            picked = [self._exchange.pick(each) for each in sums]
+            self._calls.hear(told)
+            arriving = self._calls.send(picked, layout, "combine")
+            # while the sums are on their way
+            of_ranks = experts_of_ranks(layout.named.long(), self._shape)
+            home_copies = list_home_copies(of_ranks, self._shape.topk)
+            home_terms = count_terms(home_copies).tolist()
+            inbox, *home = self._transport.receive(arriving)  # as send_tokens
+            self._exchange.settle()
+            y = sum_at_home(inbox, home_copies, home_terms, layout, self._shape)
+            if values is None:
+                return y, None
+            by_place = values.new_zeros((layout.num_tokens, self._shape.topk))
+            by_place.index_add_(0, layout.send_tokens, home[0])  # one rank owns each place
+            return y, gather_slots(by_place, layout)
 
     def combine_backward(
         self, grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, *, num_sms: int = 0
