@@ -28,28 +28,19 @@ from hybrid_ep.backends.cuda.arguments import (
     aligned,
     choices_of,
 )
+from hybrid_ep.backends.cuda.faults import error_of
 from hybrid_ep.backends.cuda.trace import Event
 from hybrid_ep.backends.empty import empty_on, part
 from hybrid_ep.backends.row_dots import scale_rows
 from hybrid_ep.backends.streams import StreamOrder
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.config import Config
-from hybrid_ep.errors import (
-    GIVE_UP_REASONS,
-    PeerError,
-    TooManyExperts,
-    UnknownExpert,
-    give_up_reason,
-)
+from hybrid_ep.errors import UnknownExpert, give_up_reason
 from hybrid_ep.group import Group
 from hybrid_ep.layout.handle_layout import find_padding
 from hybrid_ep.shape import MAX_SCALED_ROW_BYTES, Shape
 
-_PHASES = ("route", "dispatch", "combine", "combine")  # Phase in csrc/layout/buffer_layout.h
-# FaultKind in csrc/layout/runtime_state.h
-_OTHER_CALL, _BAD_EXPERT, _PEER_GAVE_UP, _IN_VAIN, _TOO_MANY_EXPERTS = 2, 3, 4, 5, 6
 _MAIL_LIFETIME = 128  # tickets; half of kMails in csrc/call_state.h
-_ROUTES = (1 << 22) - 1  # the bits of a route's number in an announcement
 _REQUIRED_ROWS = 2  # its word in a handle's layout, csrc/layout/handle_layout.h
 
 
@@ -122,42 +113,12 @@ class CudaBackend:
         fault = self._runtime.fault()
         if fault is None:
             return
-        if fault.kind == _BAD_EXPERT:
-            value = fault.seen - (1 << 64) if fault.seen >> 63 else fault.seen
-            error = UnknownExpert(
-                f"topk_idx must lie in [-1, num_experts={self._shape.num_experts}), got {value} at "
-                f"token {fault.peer}, top-k slot {fault.channel}; this Buffer cannot be used any "
-                "more"
-            )
-            if not self._has_told:  # peers wait for this rank
-                self._has_told = True
-                self._tell_peers(error)
-            raise error
-        if fault.kind == _TOO_MANY_EXPERTS:
-            raise TooManyExperts(rank=fault.peer, experts=fault.seen, ends=True)
-        if fault.kind == _OTHER_CALL:
-            phase = _PHASES[fault.phase]
-            reason = _difference(fault.seen, fault.mine, self._layout_base, phase)
-        elif fault.kind == _PEER_GAVE_UP:
-            reason = f"the peer makes no more calls, {GIVE_UP_REASONS[fault.seen]}"
-        elif fault.kind == _IN_VAIN:
-            reason = "no signal: another rank has given up waiting for it"
-        else:
-            last = fault.seen >> 16
-            reason = f"no signal within {self._timeout_s:g} s, its last was in call {last}"
-            if self._shape.num_nodes > 1 and len(self._alive) > 1:
-                reason += (
-                    "; across nodes, calls of several Buffers at once must have the same order on "
-                    "all ranks"
-                )
-        raise PeerError(
-            rank=self._rank,
-            peer=fault.peer,
-            phase=_PHASES[fault.phase],
-            call=fault.epoch,
-            channel=fault.channel,
-            reason=reason,
-        )
+        buffer = self._shape, self._rank, self._timeout_s, self._layout_base
+        error = error_of(fault, *buffer, is_alone=len(self._alive) == 1)
+        if isinstance(error, UnknownExpert) and not self._has_told:  # peers wait for this rank
+            self._has_told = True
+            self._tell_peers(error)
+        raise error
 
     def take_trace(self) -> list[Event]:
         """What the kernels noted since the last time; waits for the GPU."""
@@ -393,38 +354,3 @@ class CudaBackend:
             self.check()
             raise RuntimeError("the GPU made no progress within the deadline of the Buffer")
         return offsets
-
-
-_SIZED = {
-    "route": "topk_idx",
-    "dispatch": "x, scales or weights",
-    "combine": "rows or values",
-}
-
-
-def _difference(theirs: int, mine: int, base: int, phase: str) -> str:
-    """In words, what two announcements of one verb say (csrc/layout/announcement.h).
-
-    Args:
-        theirs: what the peer announced.
-        mine: what this rank announced; 0: a flag told, which knows no more than a signature.
-        base: of the layouts of this Buffer.
-        phase: that this rank waited in.
-    """
-    number = ""
-    if mine != 0:
-        announced = mine, theirs
-        here, there = (_PHASES[word >> 16 & 3] for word in announced)
-        number = f", call {mine >> 40:,} of the Buffer"  # the same: others are not compared
-        if here != there:
-            return f"the peer makes another call; here: {here}{number}; there: {there}{number}"
-        routes = [(word >> 18) - base & _ROUTES for word in announced]
-        if routes[0] != routes[1]:
-            calls = (f"{here}{number}, the layout of route {route:,}" for route in routes)
-            return "the peer makes this call with another layout; here: {}; there: {}".format(
-                *calls
-            )
-    return (
-        f"the peer makes this call with other sizes, dtypes or num_sms; here and there: {phase}"
-        f"{number}; compare num_sms, and the shapes and dtypes of {_SIZED[phase]} on both ranks"
-    )
