@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,18 +29,15 @@ from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
 from hybrid_ep.bench.options import Load, Options
 from hybrid_ep.buffer import Buffer
-from hybrid_ep.config import MAX_SLICE_BYTES, Config
+from hybrid_ep.config import Config
 from hybrid_ep.group import Group
-from hybrid_ep.integers import round_up
+from hybrid_ep.tune.lines import Line, at_least, combine_lines, dispatch_lines, within_budget
 
 AIMS = ("fastest", "fewest")
 OPS = ("dispatch", "combine")
-GRID = 8  # numbers of SMs that a line spreads over the budget, before it looks between them
 MOST_NOISE = 0.02  # of the time: a noisier machine does not make slower settings equal
 ROUNDS = 4  # of measuring again what looked best
 DISPATCH_SHARE = 0.6  # of the time: it has four lines, combine two
-
-Line = Callable[[Config], Iterable[Config]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +141,7 @@ def _by_sms(each: Measurement) -> tuple[float, ...]:
     return (each.sms, each.ratio, *settings, -config.slice_bytes)
 
 
-# ---- what to try
+# ---- the search
 
 
 def search(
@@ -212,80 +209,6 @@ def confirm(
     return choose(list(again.values()), goal)
 
 
-def within_budget(config: Config, max_sms: int) -> Config:
-    """The same with no phase on more SMs."""
-    names = ("num_sms_publish", "num_sms_dispatch", "num_sms_combine")
-    return replace(config, **{name: min(getattr(config, name), max_sms) for name in names})
-
-
-def sms_grid(max_sms: int) -> list[int]:
-    """Numbers of SMs spread over the budget, largest first."""
-    return sorted({max(1, max_sms * k // GRID) for k in range(1, GRID + 1)}, reverse=True)
-
-
-def sms_beside(num_sms: int, max_sms: int) -> list[int]:
-    """The two numbers half a step of the grid away, as far as they are in the budget."""
-    step = max(1, max_sms // (2 * GRID))
-    return [n for n in (num_sms - step, num_sms + step) if 1 <= n <= max_sms]
-
-
-def slice_sizes(row_bytes: int) -> list[int]:
-    """Slices that leave a row in as few pieces as can be, in twice and in four times as many.
-
-    The first is the largest slice there is: it cuts rows of another dtype no more than it must.
-    """
-    pieces = -(-row_bytes // MAX_SLICE_BYTES)
-    cut = {round_up(-(-row_bytes // (pieces * times)), 16) for times in (2, 4)}
-    return [MAX_SLICE_BYTES, *sorted(cut - {round_up(row_bytes, 16)}, reverse=True)]
-
-
-def dispatch_lines(max_sms: int, row_bytes: int) -> list[Line]:
-    """Publish and pull on equally many SMs; slices; publish alone; pull alone."""
-
-    def together(config: Config) -> Iterable[Config]:
-        numbers = [*sms_grid(max_sms), *sms_beside(config.num_sms_dispatch, max_sms)]
-        return [replace(config, num_sms_publish=n, num_sms_dispatch=n) for n in numbers]
-
-    def slices(config: Config) -> Iterable[Config]:
-        return [replace(config, slice_bytes=size) for size in slice_sizes(row_bytes)]
-
-    def publish(config: Config) -> Iterable[Config]:
-        numbers = [*sms_grid(max_sms), *sms_beside(config.num_sms_publish, max_sms)]
-        return [replace(config, num_sms_publish=n) for n in numbers]
-
-    def pull(config: Config) -> Iterable[Config]:
-        numbers = sms_beside(config.num_sms_dispatch, max_sms)
-        return [replace(config, num_sms_dispatch=n) for n in numbers]
-
-    return [together, slices, publish, pull]
-
-
-def combine_lines(max_sms: int) -> list[Line]:
-    """Numbers of SMs over the budget, then beside the best; its kernels take no slice."""
-
-    def spread(config: Config) -> Iterable[Config]:
-        return [replace(config, num_sms_combine=n) for n in sms_grid(max_sms)]
-
-    def beside(config: Config) -> Iterable[Config]:
-        numbers = sms_beside(config.num_sms_combine, max_sms)
-        return [replace(config, num_sms_combine=n) for n in numbers]
-
-    return [spread, beside]
-
-
-def at_least(least: Mapping[str, int], line: Line) -> Line:
-    """The settings of a line that give each kernel as many SMs as it needs."""
-
-    def allowed(config: Config) -> Iterable[Config]:
-        return [
-            each
-            for each in line(config)
-            if all(getattr(each, name) >= number for name, number in least.items())
-        ]
-
-    return allowed
-
-
 # ---- on every rank
 
 
@@ -342,26 +265,23 @@ def tune(
             f"--max-sms must be at least {max(least.values())} with the nvshmem backend, got "
             f"{goal.max_sms}"
         )
-    lines = {
-        "dispatch": [
-            at_least(least, line) for line in dispatch_lines(goal.max_sms, load.row_bytes)
-        ],
-        "combine": [at_least(least, line) for line in combine_lines(goal.max_sms)],
-    }
     measured: list[Measurement] = []
     confirmed: list[Measurement] = []
     complete = True
     for op in OPS:
-        seconds = goal.seconds * (DISPATCH_SHARE if op == "dispatch" else 1.0)
+        seconds, moved, lines = goal.seconds, load, combine_lines(goal.max_sms)
+        if op == "dispatch":
+            seconds *= DISPATCH_SHARE
+            lines = dispatch_lines(goal.max_sms, load.row_bytes)
+        elif load.is_fp8:
+            moved = replace(load, dtype=torch.bfloat16, scale_bytes=0)
+        lines = [at_least(least, line) for line in lines]
 
         def time_is_up(seconds: float = seconds) -> bool:
             return max(gather(time.monotonic() - began)) > seconds
 
-        moved = load
-        if op == "combine" and load.is_fp8:
-            moved = replace(load, dtype=torch.bfloat16, scale_bytes=0)
         meter = Meter(clock, moved, op, backend, iters=iters, warmup=warmup)
-        found, ended = search(config, lines[op], meter.measure, goal, time_is_up)
+        found, ended = search(config, lines, meter.measure, goal, time_is_up)
         confirmed.append(confirm(found, functools.partial(meter.measure, times=3), goal))
         config = confirmed[-1].config
         meter.close()

@@ -16,7 +16,7 @@ import torch
 
 import hybrid_ep
 from hybrid_ep import Config, bench
-from hybrid_ep.tune import command
+from hybrid_ep.tune import command, lines
 from hybrid_ep.tune import search as tune
 from hybrid_ep.tune.search import Goal, Measurement, choose, confirm, search
 from hybrid_ep_cli.main import main
@@ -344,23 +344,23 @@ def test_bad_goal(change: dict[str, Any], rule: str) -> None:
 
 
 def test_no_kernel_gets_fewer_SMs_than_it_needs():
-    (spread, _) = tune.combine_lines(6)
-    allowed = tune.at_least({"num_sms_dispatch": 2, "num_sms_combine": 3}, spread)
+    (spread, _) = lines.combine_lines(6)
+    allowed = lines.at_least({"num_sms_dispatch": 2, "num_sms_combine": 3}, spread)
     assert [config.num_sms_combine for config in allowed(Config())] == [6, 5, 4, 3]
     assert not list(allowed(Config(num_sms_dispatch=1)))
 
 
 def test_what_is_tried() -> None:
-    assert tune.sms_grid(48) == [48, 42, 36, 30, 24, 18, 12, 6]
-    assert tune.sms_grid(3) == [3, 2, 1]
-    assert tune.sms_beside(48, 48) == [45]
-    assert tune.sms_beside(1, 8) == [2]
-    assert tune.slice_sizes(14336) == [16384, 7168, 3584]
-    assert tune.slice_sizes(16384) == [16384, 8192, 4096]
-    assert tune.slice_sizes(28672) == [16384, 7168, 3584], "two pieces of 14336 with the first"
-    assert tune.slice_sizes(24) == [16384, 16]
-    assert tune.slice_sizes(16) == [16384]
-    assert tune.within_budget(Config(num_sms_combine=64), 16) == Config(
+    assert lines.sms_grid(48) == [48, 42, 36, 30, 24, 18, 12, 6]
+    assert lines.sms_grid(3) == [3, 2, 1]
+    assert lines.sms_beside(48, 48) == [45]
+    assert lines.sms_beside(1, 8) == [2]
+    assert lines.slice_sizes(14336) == [16384, 7168, 3584]
+    assert lines.slice_sizes(16384) == [16384, 8192, 4096]
+    assert lines.slice_sizes(28672) == [16384, 7168, 3584], "two pieces of 14336 with the first"
+    assert lines.slice_sizes(24) == [16384, 16]
+    assert lines.slice_sizes(16) == [16384]
+    assert lines.within_budget(Config(num_sms_combine=64), 16) == Config(
         num_sms_publish=16, num_sms_dispatch=16, num_sms_combine=16
     )
 
@@ -377,9 +377,9 @@ class Machine:
         self.seconds += 1
         return Measurement(self.op, config, (self.us(config),) * 3, (self.us(Config()),) * 3)
 
-    def search(self, lines: list[tune.Line], goal: Goal) -> tuple[list[Measurement], bool]:
-        start = tune.within_budget(Config(), goal.max_sms)
-        return search(start, lines, self.measure, goal, lambda: self.seconds >= goal.seconds)
+    def search(self, tried: list[lines.Line], goal: Goal) -> tuple[list[Measurement], bool]:
+        start = lines.within_budget(Config(), goal.max_sms)
+        return search(start, tried, self.measure, goal, lambda: self.seconds >= goal.seconds)
 
 
 def dispatch_us(config: Config) -> float:
@@ -391,7 +391,7 @@ def dispatch_us(config: Config) -> float:
 
 def test_search_of_dispatch_finds_each_coordinate() -> None:
     machine = Machine("dispatch", dispatch_us)
-    found, complete = machine.search(tune.dispatch_lines(48, 14336), Goal())
+    found, complete = machine.search(lines.dispatch_lines(48, 14336), Goal())
     assert complete
     configs = [each.config for each in found]
     assert configs[0] == Config(), "the default comes first"
@@ -417,7 +417,7 @@ def test_search_of_dispatch_finds_each_coordinate() -> None:
 )
 def test_search_of_combine(goal: Goal, sms: int) -> None:
     machine = Machine("combine", lambda config: 3600 / min(config.num_sms_combine, 36))
-    found, complete = machine.search(tune.combine_lines(goal.max_sms), goal)
+    found, complete = machine.search(lines.combine_lines(goal.max_sms), goal)
     assert complete
     assert choose(found, goal).sms == sms
     assert max(each.sms for each in found) <= goal.max_sms
@@ -426,14 +426,14 @@ def test_search_of_combine(goal: Goal, sms: int) -> None:
 def test_search_ends_between_the_points_of_the_grid() -> None:
     """Slower on both sides of 27, which lies half a step beside 24 and 30."""
     machine = Machine("combine", lambda config: 100 + abs(config.num_sms_combine - 27))
-    found, _ = machine.search(tune.combine_lines(48), Goal())
+    found, _ = machine.search(lines.combine_lines(48), Goal())
     assert choose(found, Goal()).sms == 27
 
 
 @pytest.mark.parametrize("seconds", [1, 2, 7])
 def test_search_stops_in_time(seconds: int) -> None:
     machine = Machine("dispatch", dispatch_us)
-    found, complete = machine.search(tune.dispatch_lines(48, 14336), Goal(seconds=seconds))
+    found, complete = machine.search(lines.dispatch_lines(48, 14336), Goal(seconds=seconds))
     assert len(found) == seconds, "the start, however late it is"
     assert not complete
 
