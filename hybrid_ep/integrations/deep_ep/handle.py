@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 import hybrid_ep
@@ -42,3 +44,21 @@ class PermuteHandle(Sequence):
         if index == self._OVERFLOW:  # int32 [1]: not zero where rows were dropped
             return self.inner.overflow_word
         return {self._COUNTS: self.inner.counts, self._NUM_TOKENS: self.inner.num_tokens}.get(index)
+
+    def counts_on_host(self) -> Tensor:
+        """Int64, rows of each local expert with padding.
+
+        They have come with the number of rows. The host waits for them where it did not wait for
+        that.
+        """
+        on_gpu = self.inner.offsets.device.type == "cuda"
+        where = {"dtype": torch.int64, "device": "cpu", "pin_memory": on_gpu}
+        offsets = self.inner.host_offsets
+        if offsets is not None:
+            return torch.tensor([end - begin for begin, end in pairwise(offsets)], **where)
+        counts = self.inner.padded_counts
+        pinned = torch.empty(counts.shape, **where)
+        pinned.copy_(counts, non_blocking=True)
+        torch.cuda.current_stream(counts.device).synchronize()
+        self.buffer.check()  # or they are no counts
+        return pinned

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager, nullcontext
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +22,7 @@ from hybrid_ep.group import Group, ranks_of_a_host
 from hybrid_ep.integrations.deep_ep import settings
 from hybrid_ep.integrations.deep_ep.buffers import Buffers, Kind
 from hybrid_ep.integrations.deep_ep.handle import PermuteHandle
+from hybrid_ep.integrations.deep_ep.routing import indices_to_map, weights_of, without_repeats
 from hybrid_ep.integrations.deep_ep.topk import TopK
 from hybrid_ep.integrations.deep_ep.unpermuted import Unpermuted
 
@@ -109,7 +108,7 @@ class HybridEPBuffer:
         config = settings.config_for(num_sms_dispatch_api, num_sms_combine_api)
         nodes = domain if asked else None
         self._buffers = Buffers(self._group, nodes, config, max_tokens, bound=bound is not None)
-        self._topk: dict[int, TopK] = {}  # by number of experts
+        self._topk = TopK(self._group)
         self._unpermuted = Unpermuted(self._buffers, self.group_size, self.rank, self.num_of_nodes)
 
     def empty_jit_cache(self) -> None:
@@ -192,22 +191,23 @@ class HybridEPBuffer:
         if num_permuted_tokens is not None:
             num_permuted_tokens = int(num_permuted_tokens)  # waits for a tensor on a GPU
 
-        most = distinct = None
+        most = None
         if routing_map is not None:
             num_of_experts = routing_map.shape[1]
-            topk_idx, weights, most = self._read_map(routing_map, probs)
+            probs, topk = None if probs is None else probs.float(), self._topk.for_map(routing_map)
+            topk_idx, weights, most = hybrid_ep.map_to_topk(routing_map, probs, topk)
+            distinct = topk_idx
         elif topk_idx is None or num_of_experts is None:
             raise ValueError(
                 "dispatch_with_permute needs routing_map, topk_idx and num_of_experts, or a handle"
             )
         else:
-            distinct = _without_repeats(topk_idx)
+            distinct = without_repeats(topk_idx)
+            weights = weights_of(topk_weights, probs, distinct)
             if probs is not None:
-                topk_idx, weights = distinct, _weights_of(probs, distinct)
-            else:
-                weights = None if topk_weights is None else topk_weights.float()
+                topk_idx = distinct
         buffer = self._buffer_for(hidden, num_of_experts, topk_idx.shape[1])
-        with self._explaining(num_of_experts):
+        with self._topk.explaining(num_of_experts):
             out = hybrid_ep.dispatch(
                 buffer,
                 hidden,
@@ -218,8 +218,8 @@ class HybridEPBuffer:
                 max_rows=num_permuted_tokens,
                 align=pad_multiple or 1,
             )
-            counts = out.handle.padded_counts if non_blocking else _counts_on_host(buffer, out)
-        handle = PermuteHandle(buffer, out.handle, topk_idx if distinct is None else distinct)
+            handle = PermuteHandle(buffer, out.handle, distinct)
+            counts = out.handle.padded_counts if non_blocking else handle.counts_on_host()
         return out.rows, out.weights, out.scales, counts, handle
 
     def combine_with_unpermute(
@@ -247,7 +247,7 @@ class HybridEPBuffer:
         """
         handle = self._checked(handle)
         num_experts = handle.buffer.num_experts
-        with self._explaining(num_experts):
+        with self._topk.explaining(num_experts):
             if probs is None:
                 return hybrid_ep.combine(handle.buffer, hidden, handle.inner), None
             values = probs.float()
@@ -295,22 +295,6 @@ class HybridEPBuffer:
 
     # ---- shared by them
 
-    def _read_map(
-        self, routing_map: Tensor, probs: Tensor | None
-    ) -> tuple[Tensor, Tensor | None, Tensor]:
-        num_experts = routing_map.shape[1]
-        if num_experts not in self._topk:
-            self._topk[num_experts] = TopK(self._group, num_experts)
-        topk = self._topk[num_experts].for_map(routing_map)
-        if probs is not None:
-            probs = probs.float()
-        return hybrid_ep.map_to_topk(routing_map, probs, topk)
-
-    def _explaining(self, num_experts: int) -> AbstractContextManager[None]:
-        """Around the calls of a Buffer, of which one may raise what an earlier one left behind."""
-        bound = self._topk.get(num_experts)
-        return nullcontext() if bound is None else bound.explaining()
-
     def _buffer_for(self, hidden: Tensor, num_experts: int, topk: int) -> hybrid_ep.Buffer:
         dtype = torch.bfloat16 if hidden.element_size() == 1 else hidden.dtype
         kind = Kind(hidden.device, hidden.shape[1], num_experts, dtype)
@@ -333,10 +317,8 @@ class HybridEPBuffer:
                 f"num_permuted_tokens must be that of the handle, {inner.num_rows}, got "
                 f"{num_permuted_tokens}"
             )
-        weights = None if topk_weights is None else topk_weights.float()
-        if probs is not None:
-            weights = _weights_of(probs, handle.topk_idx)
-        with self._explaining(handle.buffer.num_experts):
+        weights = weights_of(topk_weights, probs, handle.topk_idx)
+        with self._topk.explaining(handle.buffer.num_experts):
             out = hybrid_ep.dispatch(
                 handle.buffer, hidden, None, weights, scales=scales, handle=inner
             )
@@ -350,61 +332,6 @@ class HybridEPBuffer:
             )
         self._buffers.keep_if_captured(handle.buffer)
         return handle
-
-
-def indices_to_map(
-    topk_idx: Tensor, topk_weights: Tensor | None, num_of_tokens: int, num_of_experts: int
-) -> tuple[Tensor, Tensor | None]:
-    """The dense map and probs of top-k routing; -1 is no expert, and weights of repeats add.
-
-    Args:
-        topk_idx: integers ``[T, K]``.
-        topk_weights: ``[T, K]``, or None.
-        num_of_tokens: T.
-        num_of_experts: E.
-
-    Returns:
-        tuple: bool ``[T, E]`` and float32 ``[T, E]``, None without weights.
-    """
-    device = topk_idx.device
-    # -1 goes into a column of its own, behind the others
-    column = torch.where(topk_idx >= 0, topk_idx, num_of_experts).long()
-    shape = (num_of_tokens, num_of_experts + 1)
-    routing_map = torch.zeros(shape, dtype=torch.bool, device=device).scatter_(1, column, True)
-    routing_map = routing_map[:, :num_of_experts].contiguous()
-    if topk_weights is None:
-        return routing_map, None
-    return routing_map, hybrid_ep.topk_to_dense(topk_weights.float(), topk_idx, num_of_experts)
-
-
-def _weights_of(probs: Tensor, topk_idx: Tensor) -> Tensor:
-    """Float32 ``[T, K]``, the probs of the experts, 0 where there is none."""
-    weights = probs.float().gather(1, topk_idx.clamp(min=0).long())
-    return torch.where(topk_idx >= 0, weights, 0.0)
-
-
-def _without_repeats(topk_idx: Tensor) -> Tensor:
-    """-1 where a slot names an expert that an earlier one has named."""
-    same = topk_idx.unsqueeze(2) == topk_idx.unsqueeze(1)  # [T, slot, other slot]
-    return torch.where(same.tril(-1).any(dim=2), -1, topk_idx)
-
-
-def _counts_on_host(buffer: hybrid_ep.Buffer, out: hybrid_ep.Dispatched) -> Tensor:
-    """Int64, rows of each local expert with padding.
-
-    They have come with the number of rows. The host waits for them where it did not wait for that.
-    """
-    on_gpu = out.offsets.device.type == "cuda"
-    offsets = out.handle.host_offsets
-    if offsets is not None:
-        counts = [end - begin for begin, end in pairwise(offsets)]
-        return torch.tensor(counts, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-    counts = out.handle.padded_counts
-    pinned = torch.empty(counts.shape, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
-    pinned.copy_(counts, non_blocking=True)
-    torch.cuda.current_stream(counts.device).synchronize()
-    buffer.check()  # or they are no counts
-    return pinned
 
 
 def _name_once(**arguments: Any) -> None:

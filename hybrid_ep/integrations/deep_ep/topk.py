@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor
 
@@ -18,51 +18,59 @@ _log = logging.getLogger("hybrid_ep.integrations")
 
 
 class TopK:
-    """K for maps with one number of experts, E: as configured, or learnt from the first map.
+    """K for maps with E experts: as configured, or learnt from the first map with so many.
 
     A map with more experts for some token is an error of the dispatch, on all ranks; it holds no
     state here, so calls on several streams do not meet.
 
     Args:
         group: of the ranks.
-        num_experts: E.
     """
 
-    def __init__(self, group: Group, num_experts: int) -> None:
-        self._group, self._num_experts = group, num_experts
-        configured = settings.current().topk
-        self._topk = None if configured is None else min(configured, num_experts)
-        self._source = "as configured"
+    def __init__(self, group: Group) -> None:
+        self._group = group
+        self._known: dict[int, tuple[int, str]] = {}  # by E: K, and where it is from
 
     def for_map(self, routing_map: Tensor) -> int:
         """K; collective until it is known."""
-        if self._topk is not None:
-            return self._topk
+        num_experts = routing_map.shape[1]
+        if num_experts in self._known:
+            return self._known[num_experts][0]
+        configured = settings.current().topk
+        if configured is not None:
+            topk = min(configured, num_experts)
+            self._known[num_experts] = topk, "as configured"
+            return topk
         endings.refuse_in_capture("made")  # which it is next
         self._group.device = routing_map.device
         mine = int(routing_map.sum(dim=1).amax()) if len(routing_map) else 0
         most = max(self._group.gather(mine))
         # capacity may have dropped experts of the first tokens: the next power of two has room
-        topk = min(1 << max(most - 1, 0).bit_length(), self._num_experts)
+        topk = min(1 << max(most - 1, 0).bit_length(), num_experts)
         if most > 0:  # nothing was learnt of tokens that go nowhere
-            self._topk, self._source = topk, "learnt from the first routing map"
-            _log.info("topk is %d, %s of %d experts", topk, self._source, self._num_experts)
+            source = "learnt from the first routing map"
+            self._known[num_experts] = topk, source
+            _log.info("topk is %d, %s of %d experts", topk, source, num_experts)
         return topk
 
-    @contextmanager
-    def explaining(self) -> Iterator[None]:
-        """Around calls that may raise for a token with more than K experts: says how to set K.
+    def explaining(self, num_experts: int) -> AbstractContextManager[None]:
+        """Around calls of a Buffer, which may raise what an earlier one left behind.
 
         Raises:
-            ValueError: in the place of a TooManyExperts.
+            ValueError: a token has more than K experts; the text says how to set K.
         """
-        try:
-            yield
-        except TooManyExperts as error:
-            raise ValueError(
-                f"a token has {error.experts} experts, more than topk={self._topk}, "
-                f"{self._source}: set it by "
-                "hybrid_ep.integrations.deep_ep.configure(topk=...) or HYBRID_EP_TOPK, to at most "
-                f"{MAX_TOPK} on GPUs. With padding to an expert's capacity a token may have any "
-                f"number of experts. ({error})"
-            ) from error
+        known = self._known.get(num_experts)
+        return nullcontext() if known is None else _explaining(*known)
+
+
+@contextmanager
+def _explaining(topk: int, source: str) -> Iterator[None]:
+    try:
+        yield
+    except TooManyExperts as error:
+        raise ValueError(
+            f"a token has {error.experts} experts, more than topk={topk}, {source}: set it by "
+            "hybrid_ep.integrations.deep_ep.configure(topk=...) or HYBRID_EP_TOPK, to at most "
+            f"{MAX_TOPK} on GPUs. With padding to an expert's capacity a token may have any "
+            f"number of experts. ({error})"
+        ) from error
