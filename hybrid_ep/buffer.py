@@ -227,7 +227,7 @@ class Buffer:
         """
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
-        return ops.combine(buffer.communicator, rows, handle, weights, num_sms)
+        return ops.combine(buffer.communicator, rows, weights, None, handle, num_sms)[0]
 
     def combine_values(
         buffer: Buffer,  # as of ``hybrid_ep.combine_values``
@@ -259,7 +259,7 @@ class Buffer:
         """
         if not isinstance(buffer, Buffer):
             raise ops.wrong_type("buffer", "a hybrid_ep.Buffer", buffer)
-        return ops.combine_values(buffer.communicator, rows, values, handle, num_sms)
+        return ops.combine(buffer.communicator, rows, None, values, handle, num_sms)
 
     # ---- what a user asks a Buffer
 

@@ -12,7 +12,7 @@ A change of a fake implementation or of a gradient needs another schema or overl
 compile caches of torch do not notice it.
 """
 
-from hybrid_ep.ops.calls import combine, combine_values, dispatch
+from hybrid_ep.ops.calls import combine, dispatch
 from hybrid_ep.ops.checkpoint import SAC_SAVE_OPS, checkpoint
 from hybrid_ep.ops.registration import prepare_order
 from hybrid_ep.ops.rules import wrong_type
@@ -21,7 +21,6 @@ __all__ = [
     "SAC_SAVE_OPS",
     "checkpoint",
     "combine",
-    "combine_values",
     "dispatch",
     "prepare_order",
     "wrong_type",

@@ -100,33 +100,12 @@ def dispatch(
 def combine(
     communicator: Communicator,
     rows: Tensor,
-    handle: Handle,
-    weights: Tensor | None,
-    num_sms: int | None,
-) -> Tensor:
-    """See ``Buffer.combine``."""
-    return _combine(communicator, rows, weights, None, handle, num_sms)[0]
-
-
-def combine_values(
-    communicator: Communicator,
-    rows: Tensor,
-    values: Tensor,
-    handle: Handle,
-    num_sms: int | None,
-) -> tuple[Tensor, Tensor]:
-    """See ``Buffer.combine_values``."""
-    return _combine(communicator, rows, None, values, handle, num_sms)
-
-
-def _combine(
-    communicator: Communicator,
-    rows: Tensor,
     weights: Tensor | None,
     values: Tensor | None,
     handle: Handle,
     num_sms: int | None,
 ) -> tuple[Tensor, Tensor | None]:
+    """See ``Buffer.combine`` and ``combine_values``; the second result is for values alone."""
     num_sms = rules.check_num_sms(communicator, "combine", num_sms)
     rules.check_handle(communicator, handle)
     rules.check_combine(communicator, rows, weights, values)

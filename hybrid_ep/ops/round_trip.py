@@ -67,7 +67,7 @@ def _exchange(communicator: Communicator, peers: range) -> list[str]:
     summed = shape.dtype if shape.dtype in SUM_DTYPES else torch.bfloat16
     with torch.no_grad():
         out = dispatch(communicator, sent, topk_idx, None, None, None, None, None, 1, None)
-        home = combine(communicator, out.rows.to(summed), out.handle, None, None)
+        home = combine(communicator, out.rows.to(summed), None, None, out.handle, None)[0]
     wrong = []
     for source, row in enumerate(out.rows):  # one of each rank, in their order
         if not torch.equal(row, _pattern(communicator, source, me)):

@@ -168,11 +168,6 @@ def check_combine(
         check_combine_gradient(communicator, rows, weights, values)
 
 
-def check_values(communicator: Communicator, values: Tensor, rows: Tensor) -> None:
-    """One per row, beside the rows of a combine."""
-    _check_weights(communicator, "values", values, (rows.shape[0],), rows.dtype)
-
-
 def check_outbox(communicator: Communicator, x: Tensor, scale_bytes: int = 0) -> None:
     """A row of ``x`` and its scales have room in the outbox."""
     if scale_bytes > MAX_SCALE_BYTES and communicator.has_kernels:

@@ -91,19 +91,12 @@ def combine_backward_now(
     return verbs.combine_backward(grad_y, rows, weights, layout, num_sms=num_sms)
 
 
-# ---- as ops, which any program may call, so they check the rules themselves
+# ---- as ops, which any program may call, so they check the rules themselves; the inputs are those
+# of the schemas below
 
 
-def _run_route(
-    topk_idx: Tensor,
-    most: Tensor | None,
-    slots: int,
-    max_rows: int | None,
-    align: int,
-    experts: int,
-    layout_size: int,
-    buffer_id: int,
-) -> tuple[Tensor, ...]:
+def _run_route(*inputs: Any) -> tuple[Tensor, ...]:
+    topk_idx, most, slots, max_rows, align, experts, layout_size, buffer_id = inputs
     communicator = find(buffer_id)
     rules.check_route(communicator, topk_idx, max_rows, align)
     rules.check_sizes(communicator, experts=experts, layout_size=layout_size)
@@ -115,16 +108,8 @@ def _run_route(
     return tuple(communicator.verbs.route(topk_idx, **sizing)[:4])  # what is on the host is left
 
 
-def _fake_route(
-    topk_idx: Tensor,
-    most: Tensor | None,
-    slots: int,
-    max_rows: int | None,
-    align: int,
-    experts: int,
-    layout_size: int,
-    buffer_id: int,
-) -> tuple[Tensor, ...]:
+def _fake_route(*inputs: Any) -> tuple[Tensor, ...]:
+    topk_idx, *_, experts, layout_size, _ = inputs
     shapes = ([layout_size], [experts], [experts + 1], [2 + 2 * experts])
     return tuple(topk_idx.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
@@ -153,16 +138,8 @@ def _run_dispatch(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def _fake_dispatch(
-    x: Tensor,
-    weights: Tensor | None,
-    scales: Tensor | None,
-    layout: Tensor,
-    num_tokens: int,
-    num_rows: int | None,
-    num_sms: int,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_dispatch(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    x, weights, scales, _, _, num_rows, _, _ = inputs
     if num_rows is None:
         num_rows = torch.library.get_ctx().new_dynamic_size()
     return (
@@ -176,31 +153,19 @@ def _run_combine(*inputs: Any) -> tuple[Tensor, Tensor]:
     rows, weights, values, layout, _, topk, num_sms, buffer_id = inputs
     communicator = find(buffer_id)
     rules.check_num_sms(communicator, "combine", num_sms or None)
-    rules.check_combine(communicator, rows, weights)
-    if values is not None:
-        rules.check_values(communicator, values, rows)
+    rules.check_combine(communicator, rows, weights, values)
     used_topk = None if values is None else topk
     rules.check_sizes(communicator, topk=used_topk, layout_size=layout.shape[0])
     y, home_values = combine_now(*inputs)
     return y, rows.new_empty(0, dtype=torch.float32) if home_values is None else home_values
 
 
-def _fake_combine(
-    rows: Tensor,
-    weights: Tensor | None,
-    values: Tensor | None,
-    layout: Tensor,
-    num_tokens: int,
-    topk: int,
-    num_sms: int,
-    buffer_id: int,
-) -> tuple[Tensor, Tensor]:
-    return (
-        rows.new_empty([num_tokens, rows.shape[1]]),
-        rows.new_empty(0, dtype=torch.float32)
-        if values is None
-        else values.new_empty([num_tokens, topk]),
-    )
+def _fake_combine(*inputs: Any) -> tuple[Tensor, Tensor]:
+    rows, _, values, _, num_tokens, topk, _, _ = inputs
+    y = rows.new_empty([num_tokens, rows.shape[1]])
+    if values is None:
+        return y, rows.new_empty(0, dtype=torch.float32)
+    return y, values.new_empty([num_tokens, topk])
 
 
 def _run_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
@@ -213,9 +178,8 @@ def _run_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
     return combine_backward_now(*inputs)
 
 
-def _fake_combine_backward(
-    grad_y: Tensor, rows: Tensor, weights: Tensor, layout: Tensor, num_sms: int, buffer_id: int
-) -> tuple[Tensor, Tensor]:
+def _fake_combine_backward(*inputs: Any) -> tuple[Tensor, Tensor]:
+    _, rows, weights, _, _, _ = inputs
     # contiguous, whatever the strides of the inputs
     return rows.new_empty(rows.shape), weights.new_empty(weights.shape)
 
