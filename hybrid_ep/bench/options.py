@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,19 @@ SIZINGS = ("exact", "max_rows")
 SWEEPS = {  # sizes that a sweep by name stands for
     "tokens": {"tokens": (1024, 2048, 4096, 8192, 16384, 32768), "experts": (16,), "sms": (48,)},
 }
+
+
+def check_known(option: str, values: Iterable[str], known: Collection[str]) -> None:
+    """Raise ValueError for a value of an option that is none of those known."""
+    for value in values:
+        if value not in known:
+            raise ValueError(f"--{option} must be one of {', '.join(known)}, got {value!r}")
+
+
+def check_least(option: str, value: float, least: int) -> None:
+    """Raise ValueError for a value of an option that is too small, or no number."""
+    if not value >= least:
+        raise ValueError(f"--{option} must be at least {least}, got {value}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,23 +72,17 @@ class Options:
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        for name, values, known in (
-            ("backend", self.backends, BACKENDS),
-            ("dtype", self.dtypes, tuple(DTYPES)),
-            ("sizing", self.sizings, SIZINGS),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
-        if min(self.sms) < 1:
-            raise ValueError(f"--sms must be at least 1, got {min(self.sms)}")
+        check_known("backend", self.backends, BACKENDS)
+        check_known("dtype", self.dtypes, DTYPES)
+        check_known("sizing", self.sizings, SIZINGS)
+        check_least("sms", min(self.sms), 1)
         if min(self.skew) < 0:
             raise ValueError(f"--skew must not be negative, got {min(self.skew)}")
         for load in self.loads(num_ranks):
             load.refuse_unaligned()
-        for name, least in (("iters", 1), ("align", 1), ("warmup", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+        check_least("iters", self.iters, 1)
+        check_least("align", self.align, 1)
+        check_least("warmup", self.warmup, 0)
 
     def loads(self, num_ranks: int) -> Iterator[Load]:
         """Every combination of the sizes; ValueError for one that breaks a rule."""

@@ -27,7 +27,7 @@ from hybrid_ep.backends.cuda.nvshmem import LEAST_SMS
 from hybrid_ep.bench.calls import library_calls, make_buffer
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.inputs import NUM_INPUTS, CopyCounts, make_inputs
-from hybrid_ep.bench.options import Load, Options
+from hybrid_ep.bench.options import Load, Options, check_known, check_least
 from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
 from hybrid_ep.group import Group
@@ -58,12 +58,9 @@ class Goal:
 
     def check(self) -> None:
         """Raise ValueError where a value breaks a rule."""
-        if self.aim not in AIMS:
-            raise ValueError(f"--aim must be one of {', '.join(AIMS)}, got {self.aim!r}")
-        if self.max_sms < 1:
-            raise ValueError(f"--max-sms must be at least 1, got {self.max_sms}")
-        if not self.within >= 1:
-            raise ValueError(f"--within must be at least 1, got {self.within}")
+        check_known("aim", (self.aim,), AIMS)
+        check_least("max-sms", self.max_sms, 1)
+        check_least("within", self.within, 1)
         if not self.seconds > 0:
             raise ValueError(f"--seconds must be positive, got {self.seconds}")
 

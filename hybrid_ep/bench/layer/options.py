@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid_ep.backends.choose import BACKENDS
-from hybrid_ep.bench.options import SIZINGS
+from hybrid_ep.bench.options import SIZINGS, Load, check_known, check_least
 from hybrid_ep.moe import WEIGHT_PLACES
-from hybrid_ep.shape import DTYPES, Shape
+from hybrid_ep.shape import DTYPES
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class LayerShape:
     topk: int
     dtype: str
 
-    def on(self, num_ranks: int) -> Shape:
+    def on(self, num_ranks: int) -> Load:
         """The sizes of its calls; ValueError where one breaks a rule."""
-        return Shape(
+        return Load(
             num_ranks=num_ranks,
             num_experts=self.experts,
             max_tokens=self.tokens,
@@ -107,26 +107,16 @@ class LayerOptions:
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        for name, values, known in (
-            ("backend", self.backends, BACKENDS),
-            ("sizing", self.sizings, SIZINGS),
-            ("weight-at", (self.weight_at,), WEIGHT_PLACES),
-            ("dtype", [shape.dtype for shape in self.shapes], ("bf16", "fp16", "fp32")),
-        ):
-            for value in values:
-                if value not in known:
-                    raise ValueError(f"--{name} must be one of {', '.join(known)}, got {value!r}")
+        check_known("backend", self.backends, BACKENDS)
+        check_known("sizing", self.sizings, SIZINGS)
+        check_known("weight-at", (self.weight_at,), WEIGHT_PLACES)
+        check_known("dtype", [shape.dtype for shape in self.shapes], ("bf16", "fp16", "fp32"))
         for shape in self.shapes:
             shape.on(num_ranks).refuse_unaligned()
-            if shape.ffn_hidden < 1:
-                raise ValueError(f"--ffn must be at least 1, got {shape.ffn_hidden}")
-        for name, value, least in (
-            ("sms", min(self.sms), 1),
-            ("iters", self.iters, 1),
-            ("warmup", self.warmup, 0),
-        ):
-            if value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+            check_least("ffn", shape.ffn_hidden, 1)
+        check_least("sms", min(self.sms), 1)
+        check_least("iters", self.iters, 1)
+        check_least("warmup", self.warmup, 0)
 
 
 def shapes_of(

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hybrid_ep.backends.torch.carrier import serving_backend
 from hybrid_ep.bench.baselines import PlainTorch
-from hybrid_ep.bench.calls import BOUND_MULTIPLE
+from hybrid_ep.bench.calls import BOUND_MULTIPLE, make_buffer
 from hybrid_ep.bench.clock import Call, Clock
 from hybrid_ep.bench.layer.options import LayerOptions, LayerShape
 from hybrid_ep.bench.layer.plain import PlainLayer
@@ -30,8 +30,6 @@ from hybrid_ep.buffer import Buffer
 from hybrid_ep.config import Config
 from hybrid_ep.group import Group
 from hybrid_ep.integers import round_up
-from hybrid_ep.launch import COMMAND_TIMEOUT_S
-from hybrid_ep.shape import DTYPES
 
 NO_CARRIER = "plain torch: NCCL wants a GPU for each rank"
 
@@ -65,7 +63,8 @@ def _measure_shape(
     known = set()
     for backend, sms in itertools.product(options.backends, options.sms):
         try:
-            buffer = _make_buffer(shape, device, backend, sms)
+            config = Config(num_sms_publish=sms, num_sms_dispatch=sms, num_sms_combine=sms)
+            buffer = make_buffer(shape.on(dist.get_world_size()), device, backend, config)
         except RuntimeError as error:  # raised on all ranks: this backend cannot run here
             if str(error) not in report["skipped"]:
                 report["skipped"].append(str(error))
@@ -93,24 +92,6 @@ def _measure_shape(
     dist.barrier()
     for buffer in buffers:
         buffer.destroy()
-
-
-def _make_buffer(shape: LayerShape, device: torch.device, backend: str, sms: int) -> Buffer:
-    return Buffer(
-        hidden=shape.hidden,
-        num_experts=shape.experts,
-        max_tokens=shape.tokens,
-        topk=shape.topk,
-        dtype=DTYPES[shape.dtype],
-        device=device,
-        backend=backend,
-        config=Config(
-            num_sms_publish=sms,
-            num_sms_dispatch=sms,
-            num_sms_combine=sms,
-            timeout_s=COMMAND_TIMEOUT_S,
-        ),
-    )
 
 
 def _bound(rows: list[Rows]) -> int:

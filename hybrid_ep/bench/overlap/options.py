@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hybrid_ep.backends.choose import BACKENDS
-from hybrid_ep.bench.options import Load
+from hybrid_ep.bench.options import Load, check_known, check_least
 from hybrid_ep.shape import DTYPES
 
 PRODUCT_SMS = ("all", "rest")
@@ -45,20 +45,14 @@ class OverlapOptions:
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        for value in self.backends:
-            if value not in BACKENDS:
-                raise ValueError(f"--backend must be one of {', '.join(BACKENDS)}, got {value!r}")
+        check_known("backend", self.backends, BACKENDS)
         for load in self.loads(num_ranks):
             load.refuse_unaligned()
-        for name, value, least in (
-            ("sms", min(self.sms), 1),
-            ("gemm", min(self.gemm), 1),
-            ("gemms", self.gemms, 1),
-            ("iters", self.iters, 1),
-            ("warmup", self.warmup, 0),
-        ):
-            if value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        check_least("sms", min(self.sms), 1)
+        check_least("gemm", min(self.gemm), 1)
+        check_least("gemms", self.gemms, 1)
+        check_least("iters", self.iters, 1)
+        check_least("warmup", self.warmup, 0)
 
     def check_device(self, total_sms: int) -> None:
         """Raise ValueError where communication would take every SM of the GPU."""
