@@ -191,26 +191,15 @@ class Outcome:
         }
 
 
-def pipeline_of(
-    plan: Plan,
-    *,
-    credits: int | None,
-    chunk_tokens: int,
-    network_latency_us: float = NETWORK_LATENCY_US,
-    nvlink_latency_us: float = NVLINK_LATENCY_US,
-    put_us: float = PUT_US,
-    pass_on_us: float = PASS_ON_US,
-) -> Pipeline:
+def pipeline_of(plan: Plan, *, credits: int | None, chunk_tokens: int, **costs: float) -> Pipeline:
     """The pipeline of a plan's dispatch with its expected traffic and its rates.
 
     Args:
         plan: of several nodes.
         credits: chunks that may be under way to a peer; None: any number.
         chunk_tokens: tokens of a chunk.
-        network_latency_us: of a chunk, and again of a credit.
-        nvlink_latency_us: of a pull.
-        put_us: time of the card for a put with its signal.
-        pass_on_us: from the arrival of a chunk to when all ranks of the node know of it.
+        costs: the latencies, ``put_us`` and ``pass_on_us`` of a Pipeline, where they are not its
+            defaults.
 
     Raises:
         ValueError: the plan has one node.
@@ -232,11 +221,8 @@ def pipeline_of(
         credits=credits,
         network_gbs=rates["network"],
         nvlink_gbs=rates["NVLink"],
-        network_latency_us=network_latency_us,
-        nvlink_latency_us=nvlink_latency_us,
         density=min(1.0, tokens_per_peer / plan.shape.max_tokens),
-        put_us=put_us,
-        pass_on_us=pass_on_us,
+        **costs,
     )
 
 

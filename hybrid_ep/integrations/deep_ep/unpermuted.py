@@ -53,7 +53,8 @@ class Unpermuted:
 
         parts = [routing_map, None if probs is None else probs.float(), scales]
         widths = [0 if part is None else part.shape[1] * part.element_size() for part in parts]
-        side = torch.cat([_as_bytes(part) for part in parts if part is not None], dim=1)
+        present = [part.contiguous() for part in parts if part is not None]
+        side = torch.cat([part.view(torch.uint8) for part in present], dim=1)
         if handle is None:
             ranks = self._num_ranks
             of_ranks = routing_map.unflatten(1, (ranks, num_experts // ranks)).any(dim=2)
@@ -73,7 +74,8 @@ class Unpermuted:
         local = self._local_experts(num_experts)
         row_probs = row_scales = None
         if probs is not None:
-            row_probs = _as_floats(prob_bytes)[:, self._node_experts(num_experts)].contiguous()
+            of_experts = prob_bytes.contiguous().view(torch.float32)
+            row_probs = of_experts[:, self._node_experts(num_experts)].contiguous()
         if scales is not None:
             row_scales = scale_bytes.contiguous().view(scales.dtype)
         if handle is None:
@@ -109,11 +111,3 @@ class Unpermuted:
         first = self._rank // ranks
         count = num_experts // self._num_nodes
         return slice(first * count, (first + 1) * count)
-
-
-def _as_bytes(part: Tensor) -> Tensor:
-    return part.contiguous().view(torch.uint8)
-
-
-def _as_floats(part: Tensor) -> Tensor:
-    return part.contiguous().view(torch.float32)
