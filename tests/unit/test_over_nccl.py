@@ -146,7 +146,8 @@ def test_an_exchange_that_cannot_start_is_a_peer_error(fresh_world, at):
 def test_an_exchange_that_nccl_ended_is_a_peer_error():
     """Its watchdog lets the stream go on, with nothing in the table of the peer that is gone."""
     exchange = Collectives(SimpleNamespace(rank=1, num_ranks=3, device=CPU), 1.0)
-    exchange.open("route", 5)
+    exchange.call = "route", 5
+    exchange.open()
     tables = torch.tensor([[[0, 7]] * 3, [[0, 7], [0, 7], [-1, -1]]])
     with pytest.raises(PeerError) as raised:
         exchange.hear(type("Tables", (), {"on_host": tables})())

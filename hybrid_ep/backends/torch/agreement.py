@@ -84,8 +84,8 @@ class Calls:
 
     def tell(self, phase: str, words: list[int], counts: Tensor | None = None) -> Any:
         """Start a call: tell all ranks which, and each rank its counts."""
-        call = self.last + 1
-        return self.exchange.tell(words, counts, self._num_counts, phase=phase, call=call)
+        self.exchange.call = phase, self.last + 1
+        return self.exchange.tell(words, counts, self._num_counts)
 
     def hear(self, told: Any) -> Told:
         """All ranks make the same call, so it counts; what I told each of them, and it me."""
@@ -116,7 +116,8 @@ class Calls:
         for peer, (mine, theirs) in enumerate(zip(*tables, strict=True)):
             if mine[_NEXT] != theirs[_NEXT]:
                 call = self.last + 1
-                self.exchange.open("dispatch", call)
+                self.exchange.call = "dispatch", call
+                self.exchange.open()
                 told = (
                     f"dispatch, call {call}{_sizes_in_words('dispatch', row[_NEXT])}"
                     for row in (mine, theirs)
@@ -129,8 +130,8 @@ class Calls:
         counts = layout.send_counts, layout.recv_counts
         if phase == "combine":  # sums go the way back
             counts = counts[::-1]
-        call = {"phase": phase, "call": self.last}
-        return [p if p is None else self.exchange.send(p, *counts, **call) for p in picked]
+        self.exchange.call = phase, self.last
+        return [p if p is None else self.exchange.send(p, *counts) for p in picked]
 
 
 def dispatch_sizes(

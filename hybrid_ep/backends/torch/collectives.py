@@ -63,23 +63,21 @@ class Collectives(Exchange):
         group = self.group.process_group
         dist.all_to_all_single(torch.empty_like(sent), sent, group=group)
 
-    def tell(
-        self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
-    ) -> _Tables:
+    def tell(self, fields: list[int], counts: Tensor | None, num_counts: int) -> _Tables:
         told, untold = fields + [0] * num_counts, [_UNTOLD] * (len(fields) + num_counts)
         rows = torch.tensor([[told], [untold]], dtype=torch.int64, device="cpu")
         tables = rows.repeat(1, self.group.num_ranks, 1).to(self.group.device, non_blocking=True)
         if counts is not None:
             tables[0, :, len(fields) :].copy_(counts)
         if self.group.device.type == "cpu":
-            self.receive(self._all_to_all(tables[1], tables[0], None, None, phase, call))
+            self.receive(self._all_to_all(tables[1], tables[0]))
             return _Tables(tables, tables)
 
         if self._side is None:
             self._side = _Side(tables.shape, self.group.device)
         side = self._side
         side.before.record(torch.cuda.current_stream(self.group.device))
-        sent = self._all_to_all(tables[1], tables[0], None, None, phase, call)
+        sent = self._all_to_all(tables[1], tables[0])
         with torch.cuda.stream(side.stream):
             self.receive(sent)
             side.host.copy_(tables, non_blocking=True)
@@ -99,14 +97,12 @@ class Collectives(Exchange):
     def pick(self, source: Tensor, index: Tensor | None = None) -> Rows:
         return Rows(source if index is None else source.index_select(0, index))
 
-    def send(
-        self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
-    ) -> _Sent:
+    def send(self, rows: Rows, send_counts: list[int], recv_counts: list[int]) -> _Sent:
         sent = rows.source
         received = sent.new_empty((sum(recv_counts), sent.shape[1]))
         # bytes, because NCCL does not know every dtype
         views = received.view(torch.uint8), sent.view(torch.uint8)
-        work = self._all_to_all(*views, recv_counts, send_counts, phase, call).work
+        work = self._all_to_all(*views, recv_counts, send_counts).work
         return _Sent(received, work)
 
     def receive(self, sent: _Sent) -> Tensor:
@@ -116,25 +112,12 @@ class Collectives(Exchange):
             self._blame("nothing came", error)
         return sent.received
 
-    def _all_to_all(
-        self,
-        received: Tensor,
-        sent: Tensor,
-        recv_counts: list[int] | None,
-        send_counts: list[int] | None,
-        phase: str,
-        call: int,
-    ) -> _Sent:
-        self.open(phase, call)
+    def _all_to_all(self, received: Tensor, sent: Tensor, *counts: list[int]) -> _Sent:
+        """Start one; ``counts`` to receive and to send, by rank, none where all are equal."""
+        self.open()
         try:
-            work = dist.all_to_all_single(
-                received,
-                sent,
-                recv_counts,
-                send_counts,
-                group=self.group.process_group,
-                async_op=True,
-            )
+            group = self.group.process_group
+            work = dist.all_to_all_single(received, sent, *counts, group=group, async_op=True)
         except RuntimeError as error:
             self._blame("the exchange could not be started", error)
         return _Sent(received, work)

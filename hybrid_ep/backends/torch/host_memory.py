@@ -61,7 +61,7 @@ class HostOutbox:
         return everybody
 
 
-def map_together(exchange: Messages, num_bytes: int, phase: str, call: int) -> mmap | None:
+def map_together(exchange: Messages, num_bytes: int) -> mmap | None:
     """Memory that all ranks share, or None (on all of them) where one of them cannot have it.
 
     Rank 0 makes it without a name in any file system, so nothing is left behind; the others open it
@@ -76,13 +76,13 @@ def map_together(exchange: Messages, num_bytes: int, phase: str, call: int) -> m
         ticket = torch.tensor(ticket, dtype=torch.int64, device="cpu")
         sends = [[ticket] if rank == 0 else [] for _ in range(ranks)]
         recvs = [[ticket] if peer == 0 else [] for peer in range(ranks)]
-        exchange(sends, recvs, phase=phase, call=call)
+        exchange(sends, recvs)
 
         mapped = _map_ticket(*ticket.tolist(), num_bytes)
         mine = int(mapped is not None)
         told = torch.full((ranks, 1), mine, dtype=torch.int64, device="cpu")
         heard = told.clone()
-        exchange([[row] for row in told], [[row] for row in heard], phase=phase, call=call)
+        exchange([[row] for row in told], [[row] for row in heard])
         agreed = bool(heard.all())
     finally:
         if made >= 0:

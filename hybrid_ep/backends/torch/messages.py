@@ -62,14 +62,15 @@ class Exchange(ABC):
 
     Attributes:
         timeout_s: seconds to wait for a peer; ``math.inf`` for no deadline.
+        call: phase and number of the call that the next exchange is of.
         failure: why the Buffer cannot be used any more, None where it can.
     """
 
     group: Group
     timeout_s: float
     failure: RuntimeError | None = field(default=None, kw_only=True)
-    # phase and number of the call between its exchanges
-    _half_way: tuple[str, int] | None = field(default=None, kw_only=True)
+    call: tuple[str, int] = field(default=("", 0), kw_only=True)
+    _half_way: tuple[str, int] | None = field(default=None, kw_only=True)  # between its exchanges
 
     def begin(self) -> None:
         """Raise what an earlier call left behind, if one did."""
@@ -78,9 +79,9 @@ class Exchange(ABC):
         if self.failure is not None:
             raise self.failure
 
-    def open(self, phase: str, call: int) -> None:
+    def open(self) -> None:
         """Peers may see something of the call from now on; an exchange does this by itself."""
-        self._half_way = phase, call
+        self._half_way = self.call
 
     def settle(self) -> None:
         """The last message of the call has come: whatever happens now, the ranks are in step."""
@@ -107,17 +108,13 @@ class Exchange(ABC):
         self.failure = None
 
     @abstractmethod
-    def tell(
-        self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
-    ) -> Any:
+    def tell(self, fields: list[int], counts: Tensor | None, num_counts: int) -> Any:
         """Start an exchange of equal tables between all ranks; ``hear`` ends it.
 
         Args:
             fields: what every peer is told.
             counts: int64 ``[R, num_counts]``, what each peer is told besides; None: zeros.
             num_counts: equal in all exchanges of a Buffer, as is the number of fields.
-            phase: of the call, for errors.
-            call: its number.
         """
 
     @abstractmethod
@@ -129,9 +126,7 @@ class Exchange(ABC):
         """What ``send`` will send: rows of ``source [N, W]``, ordered by peer."""
 
     @abstractmethod
-    def send(
-        self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
-    ) -> Any:
+    def send(self, rows: Rows, send_counts: list[int], recv_counts: list[int]) -> Any:
         """Start to send so many rows to each rank, and to receive so many; ``receive`` ends it."""
 
     @abstractmethod
@@ -181,15 +176,13 @@ class Messages(Exchange):
         self._requests, self._tensors = [], []
         super().drop()
 
-    def tell(
-        self, fields: list[int], counts: Tensor | None, num_counts: int, *, phase: str, call: int
-    ) -> Told:
+    def tell(self, fields: list[int], counts: Tensor | None, num_counts: int) -> Told:
         ranks = self.group.num_ranks
         counts = [[0] * num_counts] * ranks if counts is None else counts.tolist()
         mine = [[*fields, *each] for each in counts]
         sent = torch.tensor(mine, dtype=torch.int64, device="cpu")
         got = sent.clone()
-        self([[row] for row in sent], [[row] for row in got], phase=phase, call=call)
+        self([[row] for row in sent], [[row] for row in got])
         return Told(mine, got.tolist())
 
     def hear(self, told: Told) -> Told:
@@ -198,9 +191,7 @@ class Messages(Exchange):
     def pick(self, source: Tensor, index: Tensor | None = None) -> Rows:
         return Rows(source, index)
 
-    def send(
-        self, rows: Rows, send_counts: list[int], recv_counts: list[int], *, phase: str, call: int
-    ) -> Tensor:
+    def send(self, rows: Rows, send_counts: list[int], recv_counts: list[int]) -> Tensor:
         me, (source, index) = self.group.rank, rows
         if self.group.num_ranks == 1:
             return source if index is None else source.index_select(0, index)
@@ -216,27 +207,22 @@ class Messages(Exchange):
                 source[:0] if peer == me else source.index_select(0, theirs)
                 for peer, theirs in enumerate(indices)
             ]
-        self([[rows] for rows in sends], [[rows] for rows in recvs], phase=phase, call=call)
+        self([[rows] for rows in sends], [[rows] for rows in recvs])
         return received
 
     def receive(self, sent: Tensor) -> Tensor:
         return sent
 
-    def gather(self, mine: Tensor, *, phase: str, call: int) -> Tensor:
+    def gather(self, mine: Tensor) -> Tensor:
         """``mine [N, W]`` of each rank, ``[R * N, W]``."""
         me, ranks = self.group.rank, self.group.num_ranks
         everybody = mine.new_empty((ranks, *mine.shape))
         everybody[me].copy_(mine)
-        self([[mine]] * ranks, [[theirs] for theirs in everybody], phase=phase, call=call)
+        self([[mine]] * ranks, [[theirs] for theirs in everybody])
         return everybody.flatten(0, 1)
 
     def __call__(
-        self,
-        sends: Sequence[Sequence[Tensor]],
-        recvs: Sequence[Sequence[Tensor]],
-        *,
-        phase: str,
-        call: int,
+        self, sends: Sequence[Sequence[Tensor]], recvs: Sequence[Sequence[Tensor]]
     ) -> None:
         """Send ``sends[r]`` to rank r and fill ``recvs[r]`` from it; my own rank is left alone."""
         operations: list[Operation] = []
@@ -258,7 +244,7 @@ class Messages(Exchange):
         if not operations:
             return
         self._tensors = [tensor for _, tensor, _ in operations]
-        self.open(phase, call)
+        self.open()
         for start, tensor, peer in operations:
             target = dist.get_global_rank(self.group.process_group, peer)
             with self.blaming(peer, "the connection is closed"):

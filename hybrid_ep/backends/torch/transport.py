@@ -87,13 +87,14 @@ class Transport:
         if self._outbox is None or self._outbox.token_bytes < needed:  # anew for wider tokens
             calls.compare(calls.tell(phase, words))  # so that all ranks are here
             size = HostOutbox.size(self._shape, needed)
-            mapped = map_together(calls.exchange, size, phase, calls.last + 1)
+            mapped = map_together(calls.exchange, size)
             self.may_share = mapped is not None
             self._outbox = mapped and HostOutbox(mapped, self._shape, self._rank, needed)
             if mapped is None:
                 return None
         # a peer that is already in the call has its tokens there, at places that the widths give
-        calls.exchange.open(phase, calls.last + 1)
+        calls.exchange.call = phase, calls.last + 1
+        calls.exchange.open()
         return self._outbox.publish(tables, calls.last)
 
     def pick(self, tables: list[Tensor | None], tokens: Tensor) -> list[Any]:
@@ -118,7 +119,7 @@ class Transport:
         else:
             if not self.carrier.is_nothing:
                 mine = padded(experts, self._shape)
-                experts = self.calls.exchange.gather(mine, phase="route", call=self.calls.last)
+                experts = self.calls.exchange.gather(mine)
             fresh.find_copies(experts)
 
     def send_with_experts(self, fresh: Fresh, by_place: Tensor | None) -> list[Any]:
