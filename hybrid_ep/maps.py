@@ -21,6 +21,7 @@ from torch import Tensor
 
 from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
+from hybrid_ep.ops.gradients import needs_grad
 from hybrid_ep.ops.rules import TOPK_DTYPES
 from hybrid_ep.ops.verbs import watched
 from hybrid_ep.shape import MAX_EXPERTS
@@ -66,10 +67,9 @@ def map_to_topk(
                 f"{list(probs.shape)}"
             )
         _check_device("probs", probs, "routing_map", routing_map)
-    if probs is None:
-        topk_idx, _, most = _find_experts(routing_map, None, topk)
-        return topk_idx, None, most
-    return _MapToTopk.apply(probs, routing_map, topk)
+    if needs_grad(probs):
+        return _MapToTopk.apply(probs, routing_map, topk)
+    return _find_experts(routing_map, probs, topk)
 
 
 def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
@@ -99,7 +99,9 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
     _check_device("topk_idx", topk_idx, "values", values)
-    return _Scatter.apply(values, topk_idx, as_integer("num_experts", num_experts, 1))
+    num_experts = as_integer("num_experts", num_experts, 1)
+    way = _Scatter.apply if needs_grad(values) else _scatter
+    return way(values, topk_idx, num_experts)
 
 
 class _MapToTopk(torch.autograd.Function):

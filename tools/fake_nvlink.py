@@ -214,7 +214,7 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
         gpu_with(fake),
         _instead(
             (settings, "what_is_lacking", lambda *args: None),
-            (streams, "_reader", fake_streams.reader),
+            (streams, "stream_reader", fake_streams.reader),
             (torch.cuda, "current_stream", lambda device: fake_streams.current),
             (
                 torch.cuda,

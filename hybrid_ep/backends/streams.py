@@ -21,7 +21,7 @@ class StreamOrder:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._read = _reader(device)
+        self._read = stream_reader(device)
         self.last: torch.cuda.Stream | None = None
         self.are_several = False
         self._last_of: dict[bool, torch.cuda.Stream] = {}  # by whether a graph is captured
@@ -50,8 +50,9 @@ def _is_capturing(stream: torch.cuda.Stream) -> bool:
         return torch.cuda.is_current_stream_capturing()
 
 
-def _reader(device: torch.device) -> Callable[[], int]:
-    """Tells the address of the current stream, without a Stream object where torch can."""
+@functools.cache
+def stream_reader(device: torch.device) -> Callable[[], int]:
+    """What tells the address of the current stream, without a Stream object where torch can."""
     read = getattr(torch._C, "_cuda_getCurrentRawStream", None)  # as torch's own compiler does
     if read is None:
         return lambda: torch.cuda.current_stream(device).cuda_stream

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hybrid_ep.backends.cuda.arguments import address_of
+from hybrid_ep.backends import streams
+from hybrid_ep.backends.cuda.arguments import DENSE, Fields, address_of
+from hybrid_ep.backends.empty import empty_on
 
 _LEAST_CAPABILITY = (9, 0)
 _TOKENS_PER_BLOCK = 16  # at a time
@@ -47,29 +50,28 @@ def map_to_topk(
 
     The last are the most experts of a token among the tokens of each of B blocks.
     """
-    (num_tokens, num_experts), device = routing_map.shape, routing_map.device
-    topk_idx = torch.empty((num_tokens, topk), dtype=torch.int16, device=device)
+    num_tokens, num_experts = routing_map.shape
+    empty = _allocator(routing_map.device)()
+    topk_idx = empty((num_tokens, topk), (topk, 1), torch.int16)
     num_blocks = min(max(1, -(-num_tokens // _TOKENS_PER_BLOCK)), _MOST_BLOCKS)
-    most = torch.empty((num_blocks,), dtype=torch.int32, device=device)
-    weights = None if probs is None else torch.empty_like(topk_idx, dtype=torch.float32)
-    strides = (0, 0) if probs is None else probs.stride()
-    with torch.cuda.device(device):
-        _extension().map_to_topk(
-            (
-                address_of(routing_map),
-                *routing_map.stride(),
-                address_of(probs),
-                *strides,
-                num_tokens,
-                num_experts,
-                topk,
-                address_of(topk_idx),
-                address_of(weights),
-                most.data_ptr(),
-                num_blocks,
-            ),
-            torch.cuda.current_stream(device).cuda_stream,
-        )
+    most = empty((num_blocks,), DENSE, torch.int32)
+    weights, strides = None, (0, 0)
+    if probs is not None:
+        weights, strides = empty((num_tokens, topk), (topk, 1), torch.float32), probs.stride()
+    fields = (
+        address_of(routing_map),
+        *routing_map.stride(),
+        address_of(probs),
+        *strides,
+        num_tokens,
+        num_experts,
+        topk,
+        address_of(topk_idx),
+        address_of(weights),
+        most.data_ptr(),
+        num_blocks,
+    )
+    _launch(_extension().map_to_topk, fields, routing_map.device)
     return topk_idx, weights, most
 
 
@@ -77,18 +79,25 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     """Float32 ``[T, E]``: each value where its expert is."""
     values, topk_idx = values.contiguous(), topk_idx.contiguous()
     num_tokens, topk = values.shape
-    dense = torch.empty((num_tokens, num_experts), dtype=torch.float32, device=values.device)
-    with torch.cuda.device(values.device):
-        _extension().topk_to_dense(
-            (
-                address_of(values),
-                address_of(topk_idx),
-                topk_idx.element_size(),
-                num_tokens,
-                topk,
-                num_experts,
-                address_of(dense),
-            ),
-            torch.cuda.current_stream(values.device).cuda_stream,
-        )
+    empty = _allocator(values.device)()
+    dense = empty((num_tokens, num_experts), (num_experts, 1), torch.float32)
+    fields = (
+        address_of(values),
+        address_of(topk_idx),
+        topk_idx.element_size(),
+        num_tokens,
+        topk,
+        num_experts,
+        address_of(dense),
+    )
+    _launch(_extension().topk_to_dense, fields, values.device)
     return dense
+
+
+_allocator = functools.cache(empty_on)
+
+
+def _launch(kernel: Callable[[Fields, int], None], fields: Fields, device: torch.device) -> None:
+    """On the current stream of the device."""
+    with torch.cuda.device(device):
+        kernel(fields, streams.stream_reader(device)())
