@@ -103,14 +103,17 @@ class Communicator:
             self.backend.check()
         except (RuntimeError, ValueError) as error:
             failure = error
-        for rank, theirs in enumerate(self.group.gather(failure and str(failure))):
-            if theirs is not None:
-                raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
+        try:
+            for rank, theirs in enumerate(self.group.gather(failure and str(failure))):
+                if theirs is not None:
+                    raise failure or RuntimeError(f"a call on rank {rank} failed: {theirs}")
+        finally:
+            del failure  # with its traceback it would keep the callers' frames alive
 
     def _close(self, state: str) -> None:
         """Give back what the backend holds; every call raises a RuntimeError that says why."""
-        self.backend.destroy()
         self.verbs, self.state = _Closed(_REFUSALS[state]), state
+        self.backend.destroy()
 
     def _refuse_change(self, what: str) -> None:
         refuse_in_capture(what)

@@ -124,7 +124,10 @@ class Group:
                 error = _TYPES[failure.type_index](f"rank {rank}: {failure.text}")
                 setattr(error, _OF_A_PEER, True)
                 self._known.append(error)
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # with its traceback it would keep the callers' frames alive
         return [value for value, _ in everybody]
 
     @contextlib.contextmanager
@@ -152,6 +155,8 @@ class Group:
             self.gather(None)
         finally:
             self._depth -= 1
+            if self._depth == 0:
+                self._known.clear()
 
     @contextlib.contextmanager
     def alike(

@@ -99,7 +99,10 @@ def topk_to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     if topk_idx.dtype not in TOPK_DTYPES:
         raise ValueError(f"topk_idx must be int16, int32 or int64, got {topk_idx.dtype}")
     _check_device("topk_idx", topk_idx, "values", values)
-    num_experts = as_integer("num_experts", num_experts, 1)
+    return _to_dense(values, topk_idx, as_integer("num_experts", num_experts, 1))
+
+
+def _to_dense(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
     way = _Scatter.apply if needs_grad(values) else _scatter
     return way(values, topk_idx, num_experts)
 
@@ -118,7 +121,7 @@ class _MapToTopk(torch.autograd.Function):
         ctx: Any, _: Tensor | None, grad: Tensor, __: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         (topk_idx,) = ctx.saved_tensors
-        return _Scatter.apply(grad, topk_idx, ctx.num_experts), None, None
+        return _to_dense(grad, topk_idx, ctx.num_experts), None, None
 
 
 class _Gather(torch.autograd.Function):
@@ -131,7 +134,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (topk_idx,) = ctx.saved_tensors
-        return _Scatter.apply(grad, topk_idx, ctx.num_experts), None
+        return _to_dense(grad, topk_idx, ctx.num_experts), None
 
 
 class _Scatter(torch.autograd.Function):

@@ -73,7 +73,9 @@ class Deadline {
         const uint64_t verdict = wait.verdict != nullptr ? ptx::load_acquire(wait.verdict) : 0;
         const bool too_late = now - start_ > watch.timeout_ns / 2 * int(wait.timeout);
         int peer = verdict != 0 ? int(verdict >> 16) - 1 : wait.peer;
-        if (peer == context_.world.rank) peer = wait.peer;  // that waited for me in vain
+        // That peer waited for me in vain, or for nobody: its fault names a token.
+        const int num_ranks = context_.world.buffer.num_ranks;
+        if (peer == context_.world.rank || peer >= num_ranks) peer = wait.peer;
         // What that peer says itself tells more than that it does not come.
         const bool looks = verdict != 0 || too_late || polls_ % (17 * kPollsPerClock) == 0;
         if (looks && will_not_come(watch, wait.phase, peer, wait.channel, wait.call)) return false;

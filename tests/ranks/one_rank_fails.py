@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -11,6 +13,7 @@ import hybrid_ep
 from hybrid_ep.backends import choose
 from hybrid_ep.backends.cuda import nvlink, nvshmem
 from hybrid_ep.config import Config
+from hybrid_ep.group import Group
 from tests.cases import Case
 from tests.launch import Rank
 
@@ -30,6 +33,32 @@ def build(me: Rank, by_rank: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Build a Buffer with arguments that are the rank's own, then one without any."""
     arguments = [{**CASE.on(me.num_ranks).sizes(), **mine} for mine in (by_rank[me.rank], {})]
     return [raised_by(lambda each=each: me.buffer(**each).destroy()) for each in arguments]
+
+
+class Local:
+    """Something that a caller holds."""
+
+
+def fail_and_go_on(me: Rank) -> bool:
+    """Whether a step that failed on rank 1 keeps alive what its caller held, without a gc."""
+    group = Group()
+
+    def caller() -> weakref.ref[Local]:
+        held = Local()
+
+        def step() -> None:
+            with group.together():
+                if me.rank == 1:
+                    raise ValueError("hidden must be even")
+
+        assert "hidden must be even" in raised_by(step)[1]
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        return caller()() is not None
+    finally:
+        gc.enable()
 
 
 @contextlib.contextmanager

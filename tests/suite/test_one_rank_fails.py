@@ -53,6 +53,10 @@ def test_two_ranks_with_different_faults_raise_their_own(world):
     assert third == ("ValueError", "topk must be an integer of at least 1, got 0")
 
 
+def test_a_failed_step_keeps_nothing_of_its_callers_alive(world):
+    assert world(2).run(one_rank_fails.fail_and_go_on) == [False, False]
+
+
 @pytest.mark.parametrize(
     ("error", "peers"),
     [

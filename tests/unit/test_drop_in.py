@@ -74,5 +74,5 @@ def test_a_rank_with_a_gpu_of_its_own_keeps_nccl(asked):
     dist.init_process_group("nccl")
     torch.cuda.set_device("cuda:0")
     dist.all_to_all_single(input_split_sizes=torch.tensor([1, 2]).numpy())
-    sizes = {"output_split_sizes": None, "input_split_sizes": [1, 2]}
+    sizes = {"input_split_sizes": [1, 2]}
     assert asked == [("nccl", {}), "cuda:0", sizes]

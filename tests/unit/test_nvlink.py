@@ -1,8 +1,10 @@
 """How the nvlink backend is set up, or not, when a rank's GPU says no: a fake GPU on each rank."""
 
 import ctypes
+import gc
 import re
 import threading
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import hybrid_ep
 from hybrid_ep.backends import empty
 from hybrid_ep.backends.cuda import arguments, settings
+from hybrid_ep.errors import UnknownExpert
 from tests.ranks import fake_nvlink, tensors
 from tools.fake_nvlink import Fake, FakeStream, cpu_with
 
@@ -510,6 +513,23 @@ def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
         with pytest.raises(hybrid_ep.PeerError, match=r"dispatch \(call 2"):
             call()
     assert quiet.asked() == []
+
+
+def test_an_error_that_was_caught_keeps_no_backend_alive(quiet):
+    quiet.fake.left_behind = SimpleNamespace(
+        kind=3, phase=0, peer=3, channel=1, epoch=1, seen=99, mine=0
+    )
+    backend = weakref.ref(quiet.buffer.communicator.backend)
+    gc.disable()
+    try:
+        for _ in range(2):
+            with pytest.raises(UnknownExpert, match="got 99 at token 3, top-k slot 1"):
+                backend().check()
+        assert quiet.asked() == ["give_up 4"], "peers are told once"
+        del quiet.buffer
+        assert backend() is None
+    finally:
+        gc.enable()
 
 
 def test_slime_nothing_to_free_needs_no_gpu():

@@ -65,9 +65,7 @@ def _with_lists(exchange: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(exchange)
     def exchanged(*args: Any, **options: Any) -> Any:
-        for name in ("output_split_sizes", "input_split_sizes"):
-            sizes = options.get(name)
-            options[name] = sizes.tolist() if hasattr(sizes, "tolist") else sizes
-        return exchange(*args, **options)
+        lists = {n: v.tolist() for n, v in options.items() if hasattr(v, "tolist")}
+        return exchange(*args, **{**options, **lists})
 
     return exchanged

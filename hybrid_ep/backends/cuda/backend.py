@@ -113,12 +113,17 @@ class CudaBackend:
         fault = self._runtime.fault()
         if fault is None:
             return
+        # no local holds it: with its traceback it would keep the frames of the callers alive
+        raise self._error_of(fault)
+
+    def _error_of(self, fault: Any) -> Exception:
+        """Of an expert that does not exist, peers are told: they wait for this rank."""
         buffer = self._shape, self._rank, self._timeout_s, self._layout_base
         error = error_of(fault, *buffer, is_alone=len(self._alive) == 1)
-        if isinstance(error, UnknownExpert) and not self._has_told:  # peers wait for this rank
+        if isinstance(error, UnknownExpert) and not (self._has_told or endings.is_capturing()):
             self._has_told = True
             self._tell_peers(error)
-        raise error
+        return error
 
     def take_trace(self) -> list[Event]:
         """What the kernels noted since the last time; waits for the GPU."""

@@ -125,8 +125,11 @@ class Collectives(Exchange):
     def _blame(self, what: str, error: RuntimeError) -> NoReturn:
         """As ``blaming``: NCCL does not say with which peer it failed."""
         peer = (self.group.rank + 1) % self.group.num_ranks
-        with self.blaming(peer, f"{what}, with this or another peer"):
-            raise error
+        try:
+            with self.blaming(peer, f"{what}, with this or another peer"):
+                raise error
+        finally:
+            del error  # with its traceback it would keep the callers' frames alive
 
     def _await(self, tables: _Tables) -> None:
         """Wait on the host until they have come.
