@@ -84,10 +84,15 @@ class Clock:
         return self.nccl if self.device.type == "cuda" else dist.group.WORLD
 
     def take_turns(self, calls: list[Call], *, iters: int, warmup: int) -> None:
-        """Fill in the times of all calls."""
+        """Fill in the times of all calls.
+
+        Every other round over the inputs goes from the last call to the first, so that no call
+        always finds the GPU as hot as the same other one leaves it.
+        """
         times: list[list[tuple[float, float]]] = [[] for _ in calls]
+        turns = list(zip(times, calls, strict=True))
         for i in range(warmup + iters):
-            for mine, call in zip(times, calls, strict=True):
+            for mine, call in turns[:: -1 if i // NUM_INPUTS % 2 else 1]:
                 took = self.time(call.begin(i % NUM_INPUTS))
                 if i >= warmup:
                     mine.append(took)
