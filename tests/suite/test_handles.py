@@ -118,7 +118,7 @@ def test_NeMo_RL_2964_collectives_of_others_on_the_group(world):
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_torchtitan_2273_memory_does_not_grow(world, num_ranks):
     case = Case("memory", num_ranks=num_ranks)
-    for live in world(num_ranks).run(handles.train_and_evaluate, case, 50):
+    for live in world(num_ranks).run(handles.train_and_evaluate, case, 20):
         assert live[-4:] == live[4:8]
 
 

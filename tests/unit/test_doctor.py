@@ -1,5 +1,6 @@
 """The doctor's advice for made-up machines, and that it can look at this one."""
 
+import functools
 import json
 import os
 import sys
@@ -11,7 +12,7 @@ import torch
 
 from hybrid_ep.backends.cuda.fabric import Port
 from hybrid_ep.doctor import command as doctor
-from hybrid_ep.doctor import nvidia
+from hybrid_ep.doctor import machine, nvidia
 from hybrid_ep.doctor.diagnosis import (
     BACKENDS,
     Finding,
@@ -20,8 +21,19 @@ from hybrid_ep.doctor.diagnosis import (
     usable_backends,
     version_of,
 )
-from hybrid_ep.doctor.machine import Facts, Gpu, gather_facts, load_error
+from hybrid_ep.doctor.machine import Facts, Gpu, gather_facts, load_error, network_load_error
 from hybrid_ep_cli.main import main
+
+LOADED_ONCE = {  # a process that loads an extension takes seconds
+    look.__name__: functools.cache(look) for look in (load_error, network_load_error)
+}
+
+
+@pytest.fixture(autouse=True)
+def extensions_are_loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, look in LOADED_ONCE.items():
+        monkeypatch.setattr(machine, name, look)
+
 
 H200 = Gpu("NVIDIA H200", (9, 0), 132, 150_000_000_000, 0, 0, nvlink_lanes=18)
 A100 = Gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, 80_000_000_000)
