@@ -40,6 +40,8 @@ void CallState::make(const RuntimeConfig& config) {
     std::fill_n(static_cast<char*>(host), host_bytes, 0);
     fault_ = static_cast<Fault*>(host);
     mail_ = static_cast<char*>(host) + fault_bytes;
+    // A copy from pageable memory may return before it has arrived, and calls come on any stream.
+    check_cuda(cudaDeviceSynchronize(), "call state");
 }
 
 void CallState::destroy() {
