@@ -12,6 +12,7 @@
 #
 # Environment: CUDA_VISIBLE_DEVICES (its first one or two are used), LOGS (build/gpu_tests), WORKERS (5),
 # LIMIT (480: seconds for a group, which then ends and says what it has),
+# COREDUMPS=1 (a small core in LOGS names the kernel of an illegal access: cuda-gdb, "target cudacore"),
 # MPS=1 (an MPS daemon lets ranks that share a GPU run at once; what kills ranks then runs without it,
 # as the group `breaking`), and PYTEST (more arguments, such as "-k handles").
 set -u
@@ -38,6 +39,10 @@ groups=("$@")
 logs=${LOGS:-build/gpu_tests}/$mode
 mkdir -p "$logs"
 logs=$(cd "$logs" && pwd)
+if [ -n "${COREDUMPS:-}" ]; then
+    export CUDA_ENABLE_COREDUMP_ON_EXCEPTION=1 CUDA_ENABLE_LIGHTWEIGHT_COREDUMP=1
+    export CUDA_COREDUMP_FILE=$logs/core.%p
+fi
 workers=(-n "${WORKERS:-5}" --dist worksteal)
 failed=0
 
