@@ -50,7 +50,8 @@ __global__ void __launch_bounds__(kThreads) map_to_topk(const __grid_constant__ 
     if (lane_id() == 0) p.most[blockIdx.x] = most;
 }
 
-// A lane per expert: its values in the order of top-k, added to zero.
+// A warp per token: zeros first, then the slots, a lane each, 32 at a time. Of the lanes that name
+// one expert the first adds their values to what is there, in the order of the slots.
 template <typename Index>
 __global__ void __launch_bounds__(kThreads)
     topk_to_dense(const __grid_constant__ TopkToDenseParams p) {
@@ -58,12 +59,20 @@ __global__ void __launch_bounds__(kThreads)
     if (token >= p.num_tokens) return;
     const auto* topk_idx = static_cast<const Index*>(p.topk_idx) + token * p.topk;
     const float* values = p.values + token * p.topk;
-    for (int expert = lane_id(); expert < p.num_experts; expert += kWarp) {
-        float sum = 0.f;
-        for (int k = 0; k < p.topk; ++k) {
-            if (int64_t(topk_idx[k]) == expert) sum = __fadd_rn(sum, values[k]);
+    float* dense = p.dense + token * p.num_experts;
+    for (int expert = lane_id(); expert < p.num_experts; expert += kWarp) dense[expert] = 0.f;
+    for (int first = 0; first < p.topk; first += kWarp) {
+        const int k = first + lane_id();
+        const int64_t named = k < p.topk ? int64_t(topk_idx[k]) : -1;
+        const int expert = 0 <= named && named < p.num_experts ? int(named) : -1;
+        __syncwarp();  // other lanes have written to dense
+        uint32_t same = __match_any_sync(kAllLanes, expert);
+        if (expert < 0 || (same & lanes_below()) != 0) continue;
+        float sum = first == 0 ? 0.f : dense[expert];
+        for (; same != 0; same &= same - 1) {
+            sum = __fadd_rn(sum, values[first + __ffs(int(same)) - 1]);
         }
-        p.dense[token * p.num_experts + expert] = sum;
+        dense[expert] = sum;
     }
 }
 

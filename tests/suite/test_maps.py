@@ -93,6 +93,20 @@ def test_topk_to_dense(alone, dtype):
     same_bits(dense, expected)
 
 
+@pytest.mark.parametrize("topk", [8, 32, 70])
+def test_many_slots_name_few_experts(alone, topk):
+    generator = torch.Generator().manual_seed(topk)
+    topk_idx = torch.randint(-1, 6, (50, topk), generator=generator)
+    values = torch.randn(50, topk, generator=generator)
+    expected = torch.zeros(50, 6)
+    for t in range(50):
+        for slot, expert in enumerate(topk_idx[t].tolist()):
+            if expert >= 0:
+                expected[t, expert] += values[t, slot]
+    dense = hybrid_ep.topk_to_dense(values.to(alone.device), topk_idx.to(alone.device), 6)
+    same_bits(dense, expected)
+
+
 def test_topk_to_dense_without_tokens(alone):
     empty = torch.zeros((0, 3), device=alone.device)
     assert hybrid_ep.topk_to_dense(empty, empty.int(), 5).shape == (0, 5)
