@@ -100,6 +100,7 @@ std::vector<TraceEvent> CallState::take_trace() {
                           cudaMemcpyDeviceToHost),
                "trace");
     check_cuda(cudaMemset(trace_.count, 0, sizeof(uint32_t)), "trace");
+    check_cuda(cudaDeviceSynchronize(), "trace");  // the next call may come on any stream
     return events;
 }
 
