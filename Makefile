@@ -30,6 +30,8 @@ export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 CSRC_FILES := find . -path './csrc/*' \( -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu' \) -print0
 
 TOOL ?= memcheck
+# pytest's: tests wait more than they compute, for processes to start and for deadlines
+WORKERS ?= 3
 
 .DEFAULT_GOAL := setup
 .PHONY: setup build consumers demo test lint format sanitize bench kernel-times compare-kernels wheel wheel-check clean help
@@ -52,7 +54,10 @@ test: $(PACKAGES)  ## lint, build, then the whole test suite
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory build
 	@echo "== pytest"
-	@$(PY) -m pytest
+	@if $(PY) -c 'import xdist' 2>/dev/null; then \
+	    $(PY) -m pytest -q -m exclusive && \
+	    $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not exclusive"; \
+	else $(PY) -m pytest; fi
 
 # The tools are pinned with the packages; a machine that brings its own torch may lack them, and then says so.
 lint: $(PACKAGES)  ## ruff and the check of imports over the Python, clang-format over csrc, the figures of README

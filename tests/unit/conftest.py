@@ -8,3 +8,9 @@ from tests.targets import TORCH_CPU, Target
 @pytest.fixture(scope="session")
 def target() -> Target:
     return TORCH_CPU
+
+
+@pytest.fixture(autouse=True)
+def no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are as wide as COLUMNS says, which a shell or pytest's workers may have set."""
+    monkeypatch.delenv("COLUMNS", raising=False)
