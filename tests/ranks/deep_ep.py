@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hybrid_ep.integrations.deep_ep import HybridEPBuffer, configure, indices_to_map, settings
 from tests.launch import Rank
+from tests.ranks.graphs import warmed_up_and_captured
 
 HIDDEN, LOCAL, TOPK = 32, 3, 2
 TOKENS = (17, 0, 40, 5)  # of the ranks
@@ -489,15 +490,7 @@ def captured(me: Rank) -> list[str]:
         parts = {"rows": rows, "probs": probs, "counts": counts, "overflow": handle[-1]}
         return {**parts, "y": y, "home": home}
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = warmed_up_and_captured(step)
     larger = Inputs.of(me.rank, me.num_ranks, tokens=200).to(me.device)
     _dispatch(buffer, larger, "map")  # a larger Buffer takes the place of the graph's
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -11,6 +13,19 @@ from hybrid_ep.backends import endings
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.launch import Rank
+
+
+def warmed_up_and_captured(step: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a step that ran once before, on another stream, and what the step returns."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        return graph, step()
 
 
 def replay(me: Rank, case: Case, seeds: list[int]) -> list[dict[str, torch.Tensor]]:
@@ -30,15 +45,7 @@ def replay(me: Rank, case: Case, seeds: list[int]) -> list[dict[str, torch.Tenso
         made = {"rows": out.rows, "weights": out.weights, "counts": out.counts, "y": y.detach()}
         return made | {"gradient of rows": of_rows, "gradient of weights": of_weights}
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = warmed_up_and_captured(step)
 
     results = []
     for inputs in rounds:

@@ -13,6 +13,7 @@ import hybrid_ep
 from hybrid_ep.errors import TooManyExperts
 from hybrid_ep.ops import verbs
 from tests.launch import Rank
+from tests.ranks.graphs import warmed_up_and_captured
 
 HIDDEN, LOCAL, TOPK = 16, 3, 2
 
@@ -124,15 +125,7 @@ def refused_in_a_graph(me: Rank, counts: list[list[int]]) -> list[str]:
         out = buffer.dispatch(x, topk_idx, most=most, max_rows=400)
         buffer.combine(out.rows, out.handle)
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = warmed_up_and_captured(step)
     for each in (good, counts[me.rank], good):
         routing_map.copy_(map_of(me, each))
         graph.replay()

@@ -24,6 +24,7 @@ from torch import Tensor
 from tests import targets
 from tests.launch import Pool, Rank
 from tests.ranks import deep_ep
+from tests.ranks.graphs import warmed_up_and_captured
 
 NO_ROW = 0x3FFFFFFF
 TOKENS, LARGER, PAD, BETWEEN_LOOKS = 30, 200, 16, 50
@@ -43,15 +44,7 @@ def replay(me: Rank, seconds: float, poisons: bool) -> tuple[int, list[int]]:
         y, home = buffer.combine_with_unpermute(hidden=rows, probs=probs, handle=handle)
         return [rows, probs, counts, handle[-1], y, home], handle.inner.layout
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results, layout = step()
+    graph, (results, layout) = warmed_up_and_captured(step)
     deep_ep._dispatch(buffer, _inputs(me, 0, LARGER), "map")  # a larger Buffer beside the graph's
     inputs = [_inputs(me, seed) for seed in (7, 8)]
     wanted: dict[int, list[Tensor]] = {}
