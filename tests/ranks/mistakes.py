@@ -44,6 +44,10 @@ class Call:
         rows = self.rows if rows is None else rows
         return hybrid_ep.combine(self.buffer, rows, handle or self.handle, **others)
 
+    def replay(self, x=None, **others: Any) -> Any:
+        x = self.x if x is None else x
+        return hybrid_ep.dispatch(self.buffer, x, **{"handle": self.handle, **others})
+
     def other_handle(self) -> hybrid_ep.Handle:
         """A handle of a Buffer of other sizes."""
         layout = self.handle.layout.new_zeros(self.handle.layout.numel() + 1)
@@ -82,7 +86,7 @@ def route(call: Call) -> None:
 
 
 def dispatch(call: Call) -> None:
-    hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle)
+    call.replay()
 
 
 def combine(call: Call) -> None:
@@ -91,15 +95,15 @@ def combine(call: Call) -> None:
 
 def dispatch_of_wider_rows(call: Call) -> None:
     wider = torch.zeros((len(call.x), CASE.hidden), dtype=torch.float32, device=call.me.device)
-    hybrid_ep.dispatch(call.buffer, wider, handle=call.handle)
+    call.replay(wider)
 
 
 def dispatch_with_weights(call: Call) -> None:
-    hybrid_ep.dispatch(call.buffer, call.x, topk_weights=call.weights, handle=call.handle)
+    call.replay(topk_weights=call.weights)
 
 
 def dispatch_of_fp16(call: Call) -> None:
-    hybrid_ep.dispatch(call.buffer, call.x.half(), handle=call.handle)
+    call.replay(call.x.half())
 
 
 def combine_of_fp16(call: Call) -> None:
@@ -107,7 +111,7 @@ def combine_of_fp16(call: Call) -> None:
 
 
 def dispatch_of_another_route(call: Call) -> None:
-    hybrid_ep.dispatch(call.buffer, call.x, handle=call.first.handle)
+    call.replay(handle=call.first.handle)
 
 
 def combine_of_another_route(call: Call) -> None:

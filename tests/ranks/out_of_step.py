@@ -164,7 +164,7 @@ def mix_dtypes(me: Rank, verb: str) -> str:
     dtype = torch.float16 if me.rank == me.num_ranks - 1 else torch.bfloat16
     calls = {
         "dispatch": lambda: call.dispatch(call.x.to(dtype)),
-        "replay": lambda: hybrid_ep.dispatch(call.buffer, call.x.to(dtype), handle=call.handle),
+        "replay": lambda: call.replay(call.x.to(dtype)),
         "scales": lambda: call.dispatch(scales=call.scales.to(dtype)),
         "combine": lambda: call.combine(call.rows.to(dtype)),
     }
@@ -180,7 +180,7 @@ def mix_num_sms(me: Rank, verb: str) -> str:
     calls = {
         "dispatch": lambda: call.dispatch(**asked),
         "dispatch_bounded": lambda: call.dispatch(max_rows=64, **asked),
-        "replay": lambda: hybrid_ep.dispatch(call.buffer, call.x, handle=call.handle, **asked),
+        "replay": lambda: call.replay(**asked),
         "combine": lambda: call.combine(**asked),
     }
     error = raised(lambda: (calls[verb](), look_for_a_fault(me, call.buffer)))
