@@ -55,7 +55,16 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybrid_ep_cli.options import BACKENDS, DTYPES, add_device, add_files, add_ranks
+from hybrid_ep_cli.options import (
+    BACKENDS,
+    DTYPES,
+    add_align,
+    add_commit,
+    add_count,
+    add_device,
+    add_files,
+    add_ranks,
+)
 
 HELP = "time dispatch and combine on this machine"
 
@@ -102,13 +111,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --layer: the layers of these models (default: deepseek-v3 on GPUs, else the "
         "sizes)",
     )
-    parser.add_argument(
-        "--ffn",
-        type=int,
-        nargs="+",
-        metavar="N",
-        help="with --layer: inner size of an expert (default: 256)",
-    )
+    told = "with --layer: inner size of an expert (default: 256)"
+    add_count(parser, "ffn", told, nargs="+")
     parser.add_argument(
         "--weight-at",
         choices=WEIGHT_PLACES,
@@ -119,19 +123,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time dispatch and combine beside matrix products on another stream (default: alone)",
     )
-    parser.add_argument(
-        "--gemm",
-        type=int,
-        nargs=3,
-        metavar=("M", "K", "N"),
-        help="with --overlap: sizes of a product (default: 4096 7168 4096)",
-    )
-    parser.add_argument(
-        "--gemms",
-        type=int,
-        metavar="N",
-        help="with --overlap: products in the stream (default: 8)",
-    )
+    told = "with --overlap: sizes of a product (default: 4096 7168 4096)"
+    add_count(parser, "gemm", told, nargs=3, metavar=("M", "K", "N"))
+    add_count(parser, "gemms", "with --overlap: products in the stream (default: 8)")
     add_ranks(parser)
     parser.add_argument(
         "--backend",
@@ -148,13 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"{UNNAMED}: nothing (default: {GROUPS[0]})",
     )
     for name, default in SIZES.items():
-        parser.add_argument(
-            f"--{name}",
-            type=int,
-            nargs="+",
-            metavar="N",
-            help=f"{WHAT[name]} (default: {default})",
-        )
+        add_count(parser, name, f"{WHAT[name]} (default: {default})", nargs="+")
     parser.add_argument(
         "--dtype",
         nargs="+",
@@ -176,13 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="exponents of a Zipf law of the experts' load (default: 0, which is uniform)",
     )
-    parser.add_argument(
-        "--align",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pad the rows of each expert to a multiple of N (default: 1)",
-    )
+    add_align(parser)
     parser.add_argument(
         "--weighted", action="store_true", help="combine with weights (default: without)"
     )
@@ -192,16 +174,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=True,
         help="time the gradients, too (default: they are timed)",
     )
-    parser.add_argument(
-        "--iters", type=int, default=20, metavar="N", help="timed iterations (default: 20)"
-    )
-    parser.add_argument(
-        "--warmup", type=int, default=5, metavar="N", help="iterations before them (default: 5)"
-    )
+    add_count(parser, "iters", "timed iterations (default: 20)", default=20)
+    add_count(parser, "warmup", "iterations before them (default: 5)", default=5)
     add_files(parser, json="the report", plot="it")
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit to name in the report (default: what git says)"
-    )
+    add_commit(parser, "the report")
     parser.add_argument(
         "--details",
         action="store_true",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import add_backend, add_device, add_ranks
+from hybrid_ep_cli.options import add_backend, add_count, add_device, add_ranks
 
 HELP = "check dispatch and combine on this machine"
 
@@ -21,9 +21,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_ranks(parser)
     add_backend(parser)
     add_device(parser)
-    parser.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks of a node, a divisor of the number of ranks (default: all ranks of a host)",
-    )
+    told = "ranks of a node, a divisor of the number of ranks (default: all ranks of a host)"
+    add_count(parser, "ranks-per-node", told)

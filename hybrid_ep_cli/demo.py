@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import add_backend, add_device, add_files, add_ranks
+from hybrid_ep_cli.options import add_backend, add_count, add_device, add_files, add_ranks
 
 HELP = "train a small MoE transformer here and show what communication costs"
 
@@ -21,9 +21,7 @@ HELP = "train a small MoE transformer here and show what communication costs"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_ranks(parser)
-    parser.add_argument(
-        "--steps", type=int, default=120, metavar="N", help="optimizer steps (default: 120)"
-    )
+    add_count(parser, "steps", "optimizer steps (default: 120)", default=120)
     add_backend(parser)
     add_device(parser)
     add_files(parser, json="losses, times and load", plot="loss and load")

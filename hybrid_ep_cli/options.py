@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import Any
 
 # What the library knows too, without its imports; tests/unit/test_commands.py compares them.
 BACKENDS = ("auto", "torch", "nvlink", "nvshmem")
@@ -45,14 +46,27 @@ def as_typed(text: str) -> str:
     return _NAME.sub(lambda name: _OPTIONS[name[1]] + (" " if name[2] else ""), text)
 
 
+def add_count(parser: argparse._ActionsContainer, name: str, help: str, **others: Any) -> None:
+    """``--name N``, or several N where ``nargs`` says so."""
+    parser.add_argument(f"--{name}", help=help, **{"type": int, "metavar": "N", **others})
+
+
 def add_ranks(parser: argparse.ArgumentParser) -> None:
     """``--ranks``, of a command that starts them."""
-    parser.add_argument(
-        "--ranks",
-        type=int,
-        metavar="N",
-        help="number of ranks (default: one per GPU where there are several GPUs, else 4)",
-    )
+    told = "number of ranks (default: one per GPU where there are several GPUs, else 4)"
+    add_count(parser, "ranks", told)
+
+
+def add_align(parser: argparse._ActionsContainer) -> None:
+    """``--align``, of a command whose groups of rows may be padded."""
+    told = "pad the rows of each expert to a multiple of N (default: 1)"
+    add_count(parser, "align", told, default=1)
+
+
+def add_commit(parser: argparse.ArgumentParser, where: str) -> None:
+    """``--commit``, of a command that says in a file what it measured."""
+    told = f"commit to name in {where} (default: what git says)"
+    parser.add_argument("--commit", metavar="HASH", help=told)
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import argparse
 
-from hybrid_ep_cli.options import DTYPES, add_files
+from hybrid_ep_cli.options import DTYPES, add_align, add_count, add_files
 
 HELP = "memory, traffic and lower bounds of time of a configuration, without a GPU"
 
@@ -26,6 +26,11 @@ SIZES = {
     "hidden": ("elements of a token", "7168"),
     "experts": ("experts over all ranks", "256"),
     "topk": ("distinct experts of a token", "8"),
+}
+WINDOW = {
+    "channels": "network_channels: queue pairs to each rail peer (default: 8)",
+    "chunk": "network_chunk_tokens: tokens sent with one signal (default: 8)",
+    "window": "network_window_chunks: chunks under way at once (default: 4)",
 }
 # GB (1e9 bytes) of memory, as in NVIDIA's data sheets; those that the kernels run on
 GPUS = {"h100": 80.0, "h200": 141.0, "b200": 180.0, "gb200": 186.0}
@@ -53,37 +58,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     sizes = parser.add_argument_group("sizes, the first five required for one plan")
     for name, (what, default) in SIZES.items():
-        sizes.add_argument(
-            f"--{name}", type=int, metavar="N", help=f"{what} (default in the tables: {default})"
-        )
-    sizes.add_argument(
-        "--ranks-per-node",
-        type=int,
-        metavar="N",
-        help="ranks of a node (default: all; in the tables 8)",
-    )
+        add_count(sizes, name, f"{what} (default in the tables: {default})")
+    add_count(sizes, "ranks-per-node", "ranks of a node (default: all; in the tables 8)")
     sizes.add_argument(
         "--dtype", choices=DTYPES, help="dtype of dispatch (default: bf16; in the tables also fp8)"
     )
-    sizes.add_argument(
-        "--scale-bytes",
-        type=int,
-        metavar="N",
-        help="bytes of scales per token (default: a float32 for each 128 values of fp8, else 0)",
-    )
-    sizes.add_argument(
-        "--align",
-        type=int,
-        default=1,
-        metavar="N",
-        help="pad the rows of each expert to a multiple of N (default: 1)",
-    )
-    sizes.add_argument(
-        "--node-limit",
-        type=int,
-        metavar="N",
-        help="most nodes that a token's experts lie on (default: any; in the tables also 4)",
-    )
+    told = "bytes of scales per token (default: a float32 for each 128 values of fp8, else 0)"
+    add_count(sizes, "scale-bytes", told)
+    add_align(sizes)
+    told = "most nodes that a token's experts lie on (default: any; in the tables also 4)"
+    add_count(sizes, "node-limit", told)
     sizes.add_argument(
         "--gpu",
         type=memory_of_gpu,
@@ -93,24 +77,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "of 1e9 bytes (default: those with a name)",
     )
     window = parser.add_argument_group("settings of Config, for several nodes")
-    window.add_argument(
-        "--channels",
-        type=int,
-        metavar="N",
-        help="network_channels: queue pairs to each rail peer (default: 8)",
-    )
-    window.add_argument(
-        "--chunk",
-        type=int,
-        metavar="N",
-        help="network_chunk_tokens: tokens sent with one signal (default: 8)",
-    )
-    window.add_argument(
-        "--window",
-        type=int,
-        metavar="N",
-        help="network_window_chunks: chunks under way at once (default: 4)",
-    )
+    for name, what in WINDOW.items():
+        add_count(window, name, what)
     rates = parser.add_argument_group("rates, per rank and direction")
     rates.add_argument(
         "--nvlink-gbs",
@@ -132,7 +100,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="US",
             help=f"for --simulate: {what}; an assumption (default: {us:g})",
         )
-    rates.add_argument("--sms", type=int, metavar="N", help="SMs of a phase (default: 32)")
+    add_count(rates, "sms", "SMs of a phase (default: 32)")
     add_files(parser, json="the plan")
     parser.set_defaults(known_gpus=tuple(map(memory_of_gpu, GPUS)))
 

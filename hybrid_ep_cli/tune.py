@@ -24,7 +24,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from hybrid_ep_cli.options import DTYPES, add_files, add_ranks
+from hybrid_ep_cli.options import DTYPES, add_commit, add_count, add_files, add_ranks
 
 HELP = "find SM counts and slices for a shape on these GPUs (experimental)"
 
@@ -41,15 +41,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     add_ranks(parser)
     for name, what in SIZES.items():
-        parser.add_argument(
-            f"--{name}", type=int, required=True, metavar="N", help=f"{what} (required)"
-        )
+        add_count(parser, name, f"{what} (required)", required=True)
     parser.add_argument(
         "--dtype", choices=DTYPES, default="bf16", help="dtype of dispatch (default: bf16)"
     )
-    parser.add_argument(
-        "--max-sms", type=int, default=48, metavar="N", help="most SMs of a phase (default: 48)"
-    )
+    add_count(parser, "max-sms", "most SMs of a phase (default: 48)", default=48)
     parser.add_argument(
         "--aim", choices=AIMS, default="fastest", help="what to look for (default: fastest)"
     )
@@ -71,6 +67,4 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out", type=Path, required=True, metavar="FILE", help="write the Config (required)"
     )
     add_files(parser, json="what was measured")
-    parser.add_argument(
-        "--commit", metavar="HASH", help="commit to name in the files (default: what git says)"
-    )
+    add_commit(parser, "the files")
