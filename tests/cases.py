@@ -9,6 +9,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -122,10 +123,30 @@ class Case:
     def all_inputs(self) -> list[Inputs]:
         return [self.inputs(rank) for rank in range(self.num_ranks)]
 
+    def leaves(self, rank: int, device: torch.device, needs_grad: bool = True) -> Leaves:
+        """Inputs on a device whose ``x`` can be summed; ``x`` and weights may want gradients."""
+        inputs = self.inputs(rank)
+        x = self.values(rank, "x", len(inputs.x))
+        given = (x, inputs.topk_idx, inputs.weights, inputs.scales)
+        leaves = Leaves(*(None if each is None else each.to(device) for each in given))
+        for leaf in (leaves.x, leaves.weights):
+            if leaf is not None:
+                leaf.requires_grad_(needs_grad)
+        return leaves
+
     def values(self, rank: int, purpose: str, rows: int) -> Tensor:
         """``[rows, hidden]`` of numbers that can be summed: experts' outputs, gradients."""
         shape = (rows, self.hidden)
         return torch.randn(shape, generator=self.generator(rank, purpose)).to(self.sum_dtype)
+
+
+class Leaves(NamedTuple):
+    """What one rank passes to dispatch in a step of training."""
+
+    x: Tensor
+    topk_idx: Tensor
+    weights: Tensor | None
+    scales: Tensor | None
 
 
 @dataclass(frozen=True)

@@ -85,16 +85,12 @@ class MicroBatches:
         self.x, self.topk_idx, self.topk_weights, self.handles = [], [], [], []
         for batch, tokens in enumerate(self.tokens):
             ragged = Case(**{**vars(case), "tokens": (tokens,), "seed": batch})
-            inputs = ragged.inputs(me.rank)
-            x = ragged.values(me.rank, "x", tokens).to(me.device)
-            self.x.append(x.requires_grad_(program.training))
-            self.topk_idx.append(inputs.topk_idx.to(me.device))
-            weights = inputs.weights.to(me.device)
-            self.topk_weights.append(weights.requires_grad_(program.training))
+            x, topk_idx, weights, _ = ragged.leaves(me.rank, me.device, program.training)
+            self.x.append(x)
+            self.topk_idx.append(topk_idx)
+            self.topk_weights.append(weights)
             if "R" in program.steps:
-                self.handles.append(
-                    hybrid_ep.dispatch(self.buffers[0], x, self.topk_idx[-1]).handle
-                )
+                self.handles.append(hybrid_ep.dispatch(self.buffers[0], x, topk_idx).handle)
         self.calls: list[str] = []
         for buffer in self.buffers:
             for verb in ("route", "dispatch", "combine", "combine_backward"):
@@ -187,9 +183,7 @@ def in_flight(me: Rank, program: Program, cache: str) -> dict[str, Any]:
 def from_disk(me: Rank, case: Case, cache: str) -> dict[str, Any]:
     """Outputs of a compiled layer, and how often the cache on disk had its code the second time."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(0)
-    x = case.values(0, "x", len(inputs.x)).to(me.device)
-    topk_idx = inputs.topk_idx.to(me.device)
+    x, topk_idx, _, _ = case.leaves(0, me.device, needs_grad=False)
 
     def layer(x: Tensor, topk_idx: Tensor) -> tuple[Tensor, Tensor]:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=64)

@@ -25,10 +25,7 @@ class Layer:
     def __init__(self, me: Rank, buffer: hybrid_ep.Buffer, case: Case) -> None:
         self.me, self.buffer, self.case = me, buffer, case
         self.max_rows = oracle.max_rows(case)
-        inputs = case.inputs(me.rank)
-        self.x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-        self.topk_idx = inputs.topk_idx.to(me.device)
-        self.topk_weights = inputs.weights.to(me.device).requires_grad_()
+        self.x, self.topk_idx, self.topk_weights, _ = case.leaves(me.rank, me.device)
 
     def dispatch(self) -> None:
         self.out = hybrid_ep.dispatch(
@@ -173,9 +170,8 @@ def beside_collectives(me: Rank, case: Case) -> Tensor:
 def train_and_evaluate(me: Rank, case: Case, steps: int) -> list[int]:
     """Live tensors after each step; half of the steps end without a combine or a backward."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    topk_idx, topk_weights = inputs.topk_idx.to(me.device), inputs.weights.to(me.device)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
+    x, topk_idx, topk_weights, _ = case.leaves(me.rank, me.device, needs_grad=False)
+    x.requires_grad_()
 
     def forward() -> tuple[hybrid_ep.Dispatched, Tensor]:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, topk_weights)

@@ -23,11 +23,8 @@ def layer(me: Rank, case: Case, max_rows: int | None, num_sms: int | None, way: 
         way: ``"eager"`` or ``"compiled"``.
     """
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-    weights = inputs.weights.to(me.device).requires_grad_()
-    topk_idx = inputs.topk_idx.to(me.device)
-    grad_y = case.values(me.rank, "grad y", len(inputs.x)).to(me.device)
+    x, topk_idx, weights, _ = case.leaves(me.rank, me.device)
+    grad_y = case.values(me.rank, "grad y", len(x)).to(me.device)
     asked: list[tuple[str, int]] = []
     for verb in ("dispatch", "dispatch_fresh", "combine", "combine_backward"):
         setattr(buffer.communicator.verbs, verb, _noted(asked, buffer, verb))

@@ -36,10 +36,7 @@ Results = dict[str, Tensor]
 
 def all_verbs(me: Rank, buffer: hybrid_ep.Buffer, case: Case = CASE) -> Results:
     """A dispatch, a replay of it, a combine, and the gradients of both."""
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-    weights = inputs.weights.to(me.device, copy=True).requires_grad_()
-    topk_idx, scales = inputs.topk_idx.to(me.device), inputs.scales.to(me.device)
+    x, topk_idx, weights, scales = case.leaves(me.rank, me.device)
     out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, scales=scales)
     rows = torch.tanh(out.rows)
     y = hybrid_ep.combine(buffer, rows, out.handle, weights=out.weights)

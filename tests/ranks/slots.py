@@ -14,12 +14,10 @@ from tests.launch import Rank
 def narrow_and_padded(me: Rank, case: Case, topk: int) -> list[list[Any]]:
     """Rows, sums and gradients on a Buffer of more slots: of narrow routing, and of padded."""
     buffer = me.buffer(**{**case.sizes(), "topk": topk})
-    inputs = case.inputs(me.rank)
     results = []
     for pads in (False, True):
-        x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-        weights = inputs.weights.to(me.device).requires_grad_()
-        topk_idx, slot_weights = inputs.topk_idx.to(me.device), weights
+        x, topk_idx, weights, _ = case.leaves(me.rank, me.device)
+        slot_weights = weights
         if pads:
             behind = (0, topk - topk_idx.shape[1])
             topk_idx = torch.nn.functional.pad(topk_idx, behind, value=-1)
@@ -36,10 +34,8 @@ def narrow_and_padded(me: Rank, case: Case, topk: int) -> list[list[Any]]:
 def values_beside_rows(me: Rank, case: Case) -> dict[str, Any]:
     """combine_values beside combine, and beside the gradient of a dispatch."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-    weights = inputs.weights.to(me.device).requires_grad_()
-    out = buffer.dispatch(x, inputs.topk_idx.to(me.device), weights, align=case.align)
+    x, topk_idx, weights, _ = case.leaves(me.rank, me.device)
+    out = buffer.dispatch(x, topk_idx, weights, align=case.align)
     generator = torch.Generator().manual_seed(me.rank)
     rows = torch.randn(out.rows.shape, generator=generator).to(me.device, case.dtype)
     values = torch.randn(out.weights.shape, generator=generator).to(me.device)

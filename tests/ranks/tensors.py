@@ -47,10 +47,7 @@ def _step(
 ) -> tuple[Any, ...]:
     """A layer whose results go through ``change``: y and the gradients of x and the weights."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_(needs_grad)
-    gate = inputs.weights.to(me.device).requires_grad_(needs_grad)
-    topk_idx = inputs.topk_idx.to(me.device)
+    x, topk_idx, gate, _ = case.leaves(me.rank, me.device, needs_grad)
     torch.manual_seed(me.rank)
     out = hybrid_ep.dispatch(buffer, x, topk_idx, gate)
     rows, weights = change(out.rows), change(out.weights)
@@ -73,11 +70,8 @@ def change_in_place(me: Rank, case: Case, name: str, needs_grad: bool) -> list[t
 def describe_results(me: Rank, case: Case, needs_grad: bool) -> dict[str, dict[str, Any]]:
     """Of each result and gradient: what tells torch's own tensors from others."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_(needs_grad)
-    gate = inputs.weights.to(me.device).requires_grad_(needs_grad)
-    scales = None if inputs.scales is None else inputs.scales.to(me.device)
-    out = hybrid_ep.dispatch(buffer, x, inputs.topk_idx.to(me.device), gate, scales=scales)
+    x, topk_idx, gate, scales = case.leaves(me.rank, me.device, needs_grad)
+    out = hybrid_ep.dispatch(buffer, x, topk_idx, gate, scales=scales)
     y = hybrid_ep.combine(buffer, out.rows, out.handle, weights=out.weights)
     made = {"rows": out.rows, "weights": out.weights, "y": y}
     if scales is not None:
@@ -106,9 +100,8 @@ def free_rows_before_the_backward(me: Rank, case: Case) -> list[tuple[Tensor, Te
     pairs = []
     for free in (False, True):
         buffer = me.buffer(**case.sizes())
-        inputs = case.inputs(me.rank)
-        x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-        out = hybrid_ep.dispatch(buffer, x, inputs.topk_idx.to(me.device))
+        x, topk_idx, _, _ = case.leaves(me.rank, me.device)
+        out = hybrid_ep.dispatch(buffer, x, topk_idx)
         y = hybrid_ep.combine(buffer, out.rows, out.handle)
         if free:
             out.rows.untyped_storage().resize_(0)
@@ -145,10 +138,7 @@ DEFAULTS = ("with_meta", "meta", "float64", "bfloat16")
 
 def verbs_under(me: Rank, case: Case, name: str | None, max_rows: int | None) -> dict[str, Tensor]:
     """A forward, a replay and a backward, with torch's own defaults where there is no name."""
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-    gate = inputs.weights.to(me.device).requires_grad_()
-    topk_idx, scales = inputs.topk_idx.to(me.device), inputs.scales.to(me.device)
+    x, topk_idx, gate, scales = case.leaves(me.rank, me.device)
     grad = case.values(me.rank, "grad y", len(x)).to(me.device)
     with contextlib.nullcontext() if name is None else defaults(name):
         buffer = me.buffer(**case.sizes())
@@ -200,10 +190,7 @@ def replay_in_training(
 ) -> dict[str, Tensor]:
     """Dispatch under a mode, then replay its handle with gradients; None: in training as well."""
     buffer = me.buffer(**case.sizes())
-    inputs = case.inputs(me.rank)
-    x = case.values(me.rank, "x", len(inputs.x)).to(me.device).requires_grad_()
-    gate = inputs.weights.to(me.device).requires_grad_()
-    topk_idx = inputs.topk_idx.to(me.device)
+    x, topk_idx, gate, _ = case.leaves(me.rank, me.device)
     with contextlib.nullcontext() if mode is None else MODES[mode]():
         first = hybrid_ep.dispatch(buffer, x, topk_idx, gate, max_rows=max_rows)
         before = hybrid_ep.combine(buffer, first.rows, first.handle, weights=first.weights)

@@ -81,18 +81,8 @@ def combine(
 def gradients(
     me: Rank, buffer: hybrid_ep.Buffer, case: Case, max_rows: int | None
 ) -> dict[str, Tensor]:
-    inputs = case.inputs(me.rank)
-    tokens = inputs.x.shape[0]
-    x = case.values(me.rank, "x", tokens).to(me.device).requires_grad_()
-    topk_weights = inputs.weights.to(me.device).requires_grad_()
-    out = hybrid_ep.dispatch(
-        buffer,
-        x,
-        inputs.topk_idx.to(me.device),
-        topk_weights,
-        max_rows=max_rows,
-        align=case.align,
-    )
+    x, topk_idx, topk_weights, _ = case.leaves(me.rank, me.device)
+    out = hybrid_ep.dispatch(buffer, x, topk_idx, topk_weights, max_rows=max_rows, align=case.align)
     num_rows = out.rows.shape[0]
     grad_rows = poison_padding(case.values(me.rank, "grad rows", num_rows), out).to(me.device)
     grad_weights = poison_padding(row_weights(case, me.rank, num_rows), out).to(me.device)
@@ -103,7 +93,7 @@ def gradients(
     weights = out.weights.detach().requires_grad_()
     plain = hybrid_ep.combine(buffer, rows, out.handle)
     weighted = hybrid_ep.combine(buffer, rows, out.handle, weights=weights)
-    grad_y = case.values(me.rank, "grad y", tokens).to(me.device)
+    grad_y = case.values(me.rank, "grad y", len(x)).to(me.device)
     (grad_plain,) = torch.autograd.grad(plain, rows, grad_y)
     grad_weighted, grad_row_weights = torch.autograd.grad(weighted, (rows, weights), grad_y)
     return {

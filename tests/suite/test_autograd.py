@@ -104,11 +104,8 @@ def test_Megatron_4500_gradient_reaches_the_router(world, num_ranks):
 def test_opcheck(alone, op, bound):
     case = replace(TINY, dtype=torch.float32, max_rows=bound)
     buffer = alone.buffer(**case.sizes())
-    inputs = case.inputs(0)
     bound = oracle.max_rows(case)
-    x = case.values(0, "x", len(inputs.x)).to(alone.device).requires_grad_()
-    weights = inputs.weights.to(alone.device).requires_grad_()
-    topk_idx = inputs.topk_idx.to(alone.device)
+    x, topk_idx, weights, _ = case.leaves(0, alone.device)
     out = hybrid_ep.dispatch(buffer, x.detach(), topk_idx, weights, max_rows=bound)
     layout = out.handle.layout
     rows = out.rows.detach().requires_grad_()
@@ -175,11 +172,9 @@ def test_torchtitan_3007_compiled_equals_eager(alone, inductor_cache, compiler, 
     in_a_graph = torch.compile(eager, fullgraph=True, backend=compiler)
     results = []
     for layer in (eager, in_a_graph):
-        inputs = case.inputs(0)
-        x = case.values(0, "x", len(inputs.x)).to(alone.device).requires_grad_()
-        weights = inputs.weights.to(alone.device).requires_grad_()
+        x, topk_idx, weights, _ = case.leaves(0, alone.device)
         with compiled.cheap_inductor(inductor_cache), sizes_left_to_the_op(bound):
-            y, overflow = layer(x, inputs.topk_idx.to(alone.device), weights)
+            y, overflow = layer(x, topk_idx, weights)
             y.sum().backward()
         results.append((y.detach(), overflow, x.grad, weights.grad))
     for got, want in zip(*reversed(results), strict=True):
@@ -199,9 +194,7 @@ def test_compiled_once_for_all_token_counts(alone):
     in_a_graph = torch.compile(eager, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (7, 33, 64):
         ragged = replace(case, tokens=(tokens,))
-        inputs = ragged.inputs(0)
-        x = ragged.values(0, "x", tokens).to(alone.device)
-        arguments = (x, inputs.topk_idx.to(alone.device), inputs.weights.to(alone.device))
+        *arguments, _ = ragged.leaves(0, alone.device, needs_grad=False)
         for got, want in zip(in_a_graph(*arguments), eager(*arguments), strict=True):
             same_bytes(got, want, f"{tokens} tokens")
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
@@ -210,12 +203,10 @@ def test_compiled_once_for_all_token_counts(alone):
 def test_one_compiled_layer_serves_several_buffers(alone):
     """The second Buffer's id makes the compiler take ids for sizes that vary."""
     case = Case("buffers", num_ranks=1, topk=3)
-    inputs = case.inputs(0)
-    arguments = [t.to(alone.device) for t in (inputs.topk_idx, inputs.weights)]
-    x = case.values(0, "x", len(inputs.x)).to(alone.device)
+    *arguments, _ = case.leaves(0, alone.device, needs_grad=False)
 
     def layer(buffer: hybrid_ep.Buffer) -> Tensor:
-        return compiled_layer(buffer, 64)(x, *arguments)[0]
+        return compiled_layer(buffer, 64)(*arguments)[0]
 
     torch._dynamo.reset()
     in_a_graph = torch.compile(layer, fullgraph=True, backend="aot_eager")

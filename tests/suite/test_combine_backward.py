@@ -26,15 +26,13 @@ class Weighted:
 
     def __init__(self, alone, case: Case, max_rows: int | None = None) -> None:
         self.buffer = alone.buffer(**case.sizes())
-        inputs, device = case.inputs(0), alone.device
-        x = case.values(0, "x", len(inputs.x)).to(device)
-        out = hybrid_ep.dispatch(
-            self.buffer, x, inputs.topk_idx.to(device), max_rows=max_rows, align=case.align
-        )
+        device = alone.device
+        x, topk_idx, _, _ = case.leaves(0, device, needs_grad=False)
+        out = hybrid_ep.dispatch(self.buffer, x, topk_idx, max_rows=max_rows, align=case.align)
         self.handle, num_rows = out.handle, out.rows.shape[0]
         self.rows = case.values(0, "rows", num_rows).to(device)
         self.weights = torch.rand(num_rows, generator=torch.Generator().manual_seed(0)).to(device)
-        self.grad_y = case.values(0, "grad y", len(inputs.x)).to(device)
+        self.grad_y = case.values(0, "grad y", len(x)).to(device)
         self.is_padding = torch.ones(num_rows, dtype=torch.bool, device=device)
         for begin, count in zip(out.offsets.tolist()[:-1], out.counts.tolist(), strict=True):
             self.is_padding[begin : begin + count] = False

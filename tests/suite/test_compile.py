@@ -107,8 +107,8 @@ def test_cuda_graphs_may_hold_a_graph_with_verbs(alone):
     from torch._inductor.compile_fx import compile_fx
 
     case = Case("static", num_ranks=1, dtype=torch.float32)
-    buffer, inputs = alone.buffer(**case.sizes()), case.inputs(0)
-    topk_idx, weights = inputs.topk_idx.to(alone.device), inputs.weights.to(alone.device)
+    buffer = alone.buffer(**case.sizes())
+    x, topk_idx, weights, _ = case.leaves(0, alone.device, needs_grad=False)
     written: list[tuple[list[int], list[int]]] = []
 
     def layer(x: Tensor) -> Tensor:
@@ -125,8 +125,7 @@ def test_cuda_graphs_may_hold_a_graph_with_verbs(alone):
     compiled = torch.compile(
         layer, fullgraph=True, backend=lambda *graph: compile_fx(*graph, inner_compile=keep)
     )
-    x = case.values(0, "x", len(inputs.x)).to(alone.device).requires_grad_()
-    compiled(x).sum().backward()
+    compiled(x.requires_grad_()).sum().backward()
     ((orders, static),) = written
     assert len(orders) == 1
     assert static == orders

@@ -69,14 +69,13 @@ def test_max_rows_of_a_compiled_layer(alone, kind):
 
 def test_a_symbol_for_max_rows_in_a_compiled_graph(alone):
     """Under dynamic shapes a size that comes from a tensor's shape is a torch.SymInt."""
-    buffer, inputs = alone.buffer(**CASE.sizes()), CASE.inputs(0)
-    topk_idx = inputs.topk_idx.to(alone.device)
+    buffer = alone.buffer(**CASE.sizes())
+    x, topk_idx, _, _ = CASE.leaves(0, alone.device, needs_grad=False)
 
     def layer(x: Tensor, like: Tensor) -> Tensor:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=like.shape[0] * 8, align=8)
         return hybrid_ep.combine(buffer, out.rows, out.handle)
 
-    x = CASE.values(0, "x", len(inputs.x)).to(alone.device)
     torch._dynamo.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True, dynamic=True)
     for rows in (9, 17):

@@ -53,9 +53,7 @@ def test_slime_a_failure_is_raised_by_release_on_all_ranks(world):
 
 def test_slime_a_compiled_graph_goes_on_after_restore(alone):
     buffer = alone.buffer(**CASE.on(1).sizes())
-    inputs = CASE.on(1).inputs(0)
-    x = CASE.on(1).values(0, "x", len(inputs.x)).to(alone.device)
-    topk_idx, weights = inputs.topk_idx.to(alone.device), inputs.weights.to(alone.device)
+    x, topk_idx, weights, _ = CASE.on(1).leaves(0, alone.device, needs_grad=False)
 
     def layer(x: torch.Tensor) -> torch.Tensor:
         out = hybrid_ep.dispatch(buffer, x, topk_idx, weights, max_rows=64)

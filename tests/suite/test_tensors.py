@@ -98,9 +98,8 @@ def test_a_handle_of_inference_is_replayed_in_training(world, mode, num_ranks, m
 def test_a_handle_of_compiled_inference_is_replayed_in_training(alone):
     case = Case("compiled", tokens=(20,), topk=3).on(1)
     buffer = alone.buffer(**case.sizes())
-    inputs = case.inputs(0)
-    x = case.values(0, "x", len(inputs.x)).to(alone.device).requires_grad_()
-    topk_idx, gate = inputs.topk_idx.to(alone.device), inputs.weights.to(alone.device)
+    x, topk_idx, gate, _ = case.leaves(0, alone.device, needs_grad=False)
+    x.requires_grad_()
 
     def rollout(x: torch.Tensor) -> hybrid_ep.Dispatched:
         return hybrid_ep.dispatch(buffer, x, topk_idx, gate, max_rows=64)

@@ -44,12 +44,8 @@ class Layer:
 
     def __init__(self, alone, case: Case) -> None:
         self.case, self.buffer = case, alone.buffer(**case.sizes())
-        inputs, device = case.inputs(0), alone.device
-        self.x = case.values(0, "x", len(inputs.x)).to(device).requires_grad_()
-        self.weights = inputs.weights.to(device).requires_grad_()
-        self.topk_idx = inputs.topk_idx.to(device)
-        self.scales = None if inputs.scales is None else inputs.scales.to(device)
-        self.grad_y = case.values(0, "grad y", len(inputs.x)).to(device)
+        self.x, self.topk_idx, self.weights, self.scales = case.leaves(0, alone.device)
+        self.grad_y = case.values(0, "grad y", len(self.x)).to(alone.device)
         self.sizing = {"max_rows": oracle.max_rows(case), "align": case.align}
 
     def __call__(self, x: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
