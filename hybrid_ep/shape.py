@@ -38,6 +38,10 @@ DTYPES = {
 SUM_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Rows that the kernels add."""
 
+_ALL_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
+NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(_ALL_DTYPES, start=1)}
+"""The same on all ranks, as they run the same torch; never 0, which stands for no tensor."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:

@@ -14,6 +14,7 @@ import hybrid_ep
 from hybrid_ep.backends import empty
 from hybrid_ep.backends.cuda import arguments, settings
 from hybrid_ep.errors import UnknownExpert
+from hybrid_ep.shape import NUMBER_OF_DTYPE
 from tests.ranks import fake_nvlink, tensors
 from tools.fake_nvlink import Fake, FakeStream, cpu_with
 
@@ -186,7 +187,7 @@ def test_verbs_are_given_what_the_structs_say(quiet):
         "scales": 0,
         "scales_stride": 0,
         "scale_bytes": 0,
-        "dtypes": arguments._NUMBER_OF_DTYPE[torch.bfloat16],
+        "dtypes": NUMBER_OF_DTYPE[torch.bfloat16],
         "num_tokens": tokens,
         "words": out.handle.layout.data_ptr(),
         "num_sms": 0,

@@ -10,10 +10,8 @@ import torch
 from torch import Tensor, float32
 
 from hybrid_ep.backends.empty import Empty
-from hybrid_ep.shape import ROW_ALIGN, SUM_DTYPES
+from hybrid_ep.shape import NUMBER_OF_DTYPE, ROW_ALIGN, SUM_DTYPES
 
-_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
-_NUMBER_OF_DTYPE = {dtype: number for number, dtype in enumerate(_DTYPES, start=1)}
 SUM_TYPES = {dtype: number for number, dtype in enumerate(SUM_DTYPES)}
 DENSE = (1,)  # stride of a vector
 NO_ROWS = (0, 0, 0, 0)  # a Received
@@ -42,7 +40,7 @@ class Sent:
         x, address, x_stride = aligned(x)
         num_tokens, hidden = x.shape
         weights_at = weights_stride = scales_at = scale_bytes = 0
-        dtypes = _NUMBER_OF_DTYPE[x.dtype]
+        dtypes = NUMBER_OF_DTYPE[x.dtype]
         if weights is not None:
             weights_stride, step = weights.stride()
             if step != 1:
@@ -53,7 +51,7 @@ class Sent:
             scales = _in_words(scales)
             scale_bytes = scales.shape[1] * scales.element_size()
             scales_at = scales.data_ptr() or _EMPTY
-            dtypes |= _NUMBER_OF_DTYPE[scales.dtype] << 8
+            dtypes |= NUMBER_OF_DTYPE[scales.dtype] << 8
         self._x, self._weighted, self._scales = x, weights is not None, scales
         self._kept = weights
         self.fields = (

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hybrid_ep.backends.torch.layout import Counts, Layout
 from hybrid_ep.backends.torch.messages import Exchange, Told
-from hybrid_ep.shape import Shape
+from hybrid_ep.shape import NUMBER_OF_DTYPE, Shape
 
 _PHASES = ("route", "dispatch", "combine")
 _SIZES = {  # of a phase, in the order in which ranks tell them to each other
@@ -35,7 +34,6 @@ _COMMON = 5  # words before the sizes: phase, Buffer, call, and who made the lay
 _MOST_SIZES = max(map(len, _SIZES.values()))
 _CALL = slice(0, _COMMON + _MOST_SIZES)
 _NEXT = slice(_CALL.stop, _CALL.stop + len(_SIZES["dispatch"]))
-_DTYPES = sorted({t for t in vars(torch).values() if isinstance(t, torch.dtype)}, key=str)
 
 _WORD = 1 << 31  # numbers wrap, to fit into a word of a layout
 
@@ -139,19 +137,14 @@ def dispatch_sizes(
 ) -> tuple[int, ...]:
     """Bytes per token of each, 0 for None; the dtypes that are free; what the user asks for."""
     widths = (0 if t is None else t.shape[1] * t.element_size() for t in (x, scales, weights))
-    dtypes = _number_of(x.dtype), 0 if scales is None else _number_of(scales.dtype)
+    dtypes = NUMBER_OF_DTYPE[x.dtype], 0 if scales is None else NUMBER_OF_DTYPE[scales.dtype]
     return *widths, *dtypes, num_sms
 
 
 def combine_sizes(rows: Tensor, values: Tensor | None, num_sms: int) -> tuple[int, ...]:
     """Bytes per row, the dtype, whether values go along, and what the user asks for."""
     row_bytes = rows.shape[1] * rows.element_size()
-    return row_bytes, _number_of(rows.dtype), int(values is not None), num_sms
-
-
-def _number_of(dtype: torch.dtype) -> int:
-    """The same on all ranks, as they run the same torch; never 0, which stands for no tensor."""
-    return 1 + _DTYPES.index(dtype)
+    return row_bytes, NUMBER_OF_DTYPE[rows.dtype], int(values is not None), num_sms
 
 
 def difference(mine: list[int], theirs: list[int]) -> str | None:
@@ -199,4 +192,4 @@ def _sizes_in_words(phase: str, sizes: list[int]) -> str:
 
 
 def _dtype_name(number: int) -> str:
-    return str(_DTYPES[number - 1]).removeprefix("torch.")
+    return str([*NUMBER_OF_DTYPE][number - 1]).removeprefix("torch.")
