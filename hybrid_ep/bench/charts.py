@@ -41,7 +41,6 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    pyplot = pictures.load_pyplot()
     records = report["records"]
     rows = [row for row in _rows(records) if any(row)]
     if not rows:
@@ -51,8 +50,7 @@ def plot(report: dict[str, Any], path: Path) -> bool:
     machine = f"{report['num_gpus']} x " if report["num_gpus"] else ""
     machine += f"{report['device']}, {records[0]['ranks']} ranks"
     title = f"hybrid_ep on {machine}{by_commit(report)}: median time of the slowest rank"
-    figure = pictures.arrange(pyplot, rows, title)
-    pictures.write(figure, path)
+    pictures.write_panels(rows, title, path)
     return True
 
 

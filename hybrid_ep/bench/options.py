@@ -33,11 +33,34 @@ def check_least(option: str, value: float, least: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """What to measure: the product of the lists.
+class Timing:
+    """What each bench is asked about how it measures.
 
     Attributes:
         backends: names as of Buffer.
+        sms: numbers of SMs of all three phases; the torch backend uses none of them.
+        iters: measured iterations.
+        warmup: iterations before them.
+    """
+
+    backends: tuple[str, ...] = ("auto",)
+    sms: tuple[int, ...] = (32,)
+    iters: int = 20
+    warmup: int = 5
+
+    def check(self, num_ranks: int) -> None:
+        """Raise ValueError where an option breaks a rule, before any rank is started."""
+        check_known("backend", self.backends, BACKENDS)
+        check_least("sms", min(self.sms), 1)
+        check_least("iters", self.iters, 1)
+        check_least("warmup", self.warmup, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Timing):
+    """What to measure: the product of the lists.
+
+    Attributes:
         tokens: T of every rank.
         hidden: H.
         experts: E, over all ranks.
@@ -46,43 +69,33 @@ class Options:
             home is bf16.
         skew: 0 for uniform routing, else expert e (in shuffled order) is chosen by a Zipf law with
             this exponent.
-        sms: values of all three ``Config.num_sms_*``; the torch backend uses none of them.
         sizings: of ``SIZINGS``.
         align: rows of an expert are padded to a multiple of it.
         weighted: combine sums with weights.
         backward: also time the gradients.
-        iters: measured iterations.
-        warmup: iterations before them.
     """
 
-    backends: tuple[str, ...] = ("auto",)
     tokens: tuple[int, ...] = (4096,)
     hidden: tuple[int, ...] = (1024,)
     experts: tuple[int, ...] = (256,)
     topk: tuple[int, ...] = (8,)
     dtypes: tuple[str, ...] = ("bf16",)
     skew: tuple[float, ...] = (0.0,)
-    sms: tuple[int, ...] = (32,)
     sizings: tuple[str, ...] = SIZINGS
     align: int = 1
     weighted: bool = False
     backward: bool = True
-    iters: int = 20
-    warmup: int = 5
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        check_known("backend", self.backends, BACKENDS)
+        super().check(num_ranks)
         check_known("dtype", self.dtypes, DTYPES)
         check_known("sizing", self.sizings, SIZINGS)
-        check_least("sms", min(self.sms), 1)
+        check_least("align", self.align, 1)
         if min(self.skew) < 0:
             raise ValueError(f"--skew must not be negative, got {min(self.skew)}")
         for load in self.loads(num_ranks):
             load.refuse_unaligned()
-        check_least("iters", self.iters, 1)
-        check_least("align", self.align, 1)
-        check_least("warmup", self.warmup, 0)
 
     def loads(self, num_ranks: int) -> Iterator[Load]:
         """Every combination of the sizes; ValueError for one that breaks a rule."""

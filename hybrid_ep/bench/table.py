@@ -8,17 +8,12 @@ from typing import Any
 from hybrid_ep.bench.details import print_details
 from hybrid_ep.bench.fits import fits
 from hybrid_ep.bench.options import BASELINES
-from hybrid_ep.bench.series import BARE, CARRIERS, Record, call_of, machine_of
+from hybrid_ep.bench.series import BARE, CARRIERS, SHAPE, Record, call_of, machine_of
 from hybrid_ep.output import tables
 
 SIZES = {
     "ranks": "{} ranks",
-    "tokens": "{:,} tokens per rank",
-    "hidden": "hidden {}",
-    "experts": "{} experts",
-    "topk": "top-{}",
-    "dtype": "{}",
-    "skew": "skew {}",
+    **SHAPE,
     "align": "align {}",
     "weighted": "weighted {}",
     "sms": "{} SMs",

@@ -84,20 +84,20 @@ def write(figure: Any, path: Path) -> None:
     load_pyplot().close(figure)
 
 
-def arrange(
-    pyplot: Any,
+def write_panels(
     rows: Sequence[Sequence[Panel | None]],
     title: str,
+    path: Path,
     *,
     panel_width: float = PANEL_WIDTH,
-) -> Any:
-    """A figure of rows of panels below a title; each panel keeps its own height and margins."""
+) -> None:
+    """Write rows of panels below a title; each panel keeps its own height and margins."""
     heights = [max(panel.height for panel in row if panel) for row in rows]
     width = panel_width * len(rows[0])
     lines = textwrap.wrap(title, int((width - 2 * _EDGE) / _TITLE_INCHES_PER_CHARACTER))
     above = 0.25 + 0.25 * len(lines)
     height = sum(heights) + above
-    figure = pyplot.figure(figsize=(width, height))
+    figure = load_pyplot().figure(figsize=(width, height))
 
     def put(text: str, left: float, below: float, **look: Any) -> None:
         figure.text(left / width, below / height, text, va="center", **look)
@@ -115,7 +115,7 @@ def arrange(
                 place = (left + panel.left, top - _ABOVE - high, wide, high)
                 panel.draw(figure.add_axes(_fractions(place, width, height)))
         top -= row_height
-    return figure
+    write(figure, path)
 
 
 def _fractions(place: Sequence[float], width: float, height: float) -> list[float]:

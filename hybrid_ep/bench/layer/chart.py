@@ -23,14 +23,11 @@ def plot_layers(report: dict[str, Any], path: Path) -> bool:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    pyplot = pictures.load_pyplot()
-    panels = alike(report["layers"], SAME)
-    if not panels:
-        return False
+    rows = [[_panel(records)] for records in alike(report["layers"], SAME)]
     title = f"hybrid_ep on {report['device']}{by_commit(report)}: time of a layer"
-    rows = [[_panel(records)] for records in panels]
-    pictures.write(pictures.arrange(pyplot, rows, f"{title}, slowest rank, median"), path)
-    return True
+    if rows:
+        pictures.write_panels(rows, f"{title}, slowest rank, median", path)
+    return bool(rows)
 
 
 def bars(records: list[dict[str, Any]]) -> dict[str, dict[str, float]]:

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybrid_ep.backends.choose import BACKENDS
-from hybrid_ep.bench.options import SIZINGS, Load, check_known, check_least
+from hybrid_ep.bench.options import SIZINGS, Load, Timing, check_known, check_least
 from hybrid_ep.moe import WEIGHT_PLACES
 from hybrid_ep.shape import DTYPES
 
@@ -82,41 +81,30 @@ SHAPES = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerOptions:
+class LayerOptions(Timing):
     """What to measure: the product of the lists.
 
     Attributes:
         shapes: sizes.
-        backends: names as of Buffer.
         sizings: of ``SIZINGS``.
-        sms: values of all three ``Config.num_sms_*``; the torch backend uses none of them.
         weight_at: of ``WEIGHT_PLACES``; holds for plain torch too.
         backward: also time backward and step.
-        iters: measured iterations.
-        warmup: iterations before them.
     """
 
     shapes: tuple[LayerShape, ...]
-    backends: tuple[str, ...] = ("auto",)
     sizings: tuple[str, ...] = SIZINGS
-    sms: tuple[int, ...] = (32,)
     weight_at: str = "combine"
     backward: bool = True
-    iters: int = 20
-    warmup: int = 5
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        check_known("backend", self.backends, BACKENDS)
+        super().check(num_ranks)
         check_known("sizing", self.sizings, SIZINGS)
         check_known("weight-at", (self.weight_at,), WEIGHT_PLACES)
         check_known("dtype", [shape.dtype for shape in self.shapes], ("bf16", "fp16", "fp32"))
         for shape in self.shapes:
             shape.on(num_ranks).refuse_unaligned()
             check_least("ffn", shape.ffn_hidden, 1)
-        check_least("sms", min(self.sms), 1)
-        check_least("iters", self.iters, 1)
-        check_least("warmup", self.warmup, 0)
 
 
 def shapes_of(

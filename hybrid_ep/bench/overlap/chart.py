@@ -26,14 +26,11 @@ def plot_overlaps(report: dict[str, Any], path: Path) -> bool:
     Raises:
         ValueError: matplotlib is not installed.
     """
-    pyplot = pictures.load_pyplot()
-    panels = alike(report["overlaps"], SAME)
-    if not panels:
-        return False
+    rows = [[_panel(records)] for records in alike(report["overlaps"], SAME)]
     title = f"hybrid_ep on {report['device']}{by_commit(report)}: beside matrix products"
-    rows = [[_panel(records)] for records in panels]
-    pictures.write(pictures.arrange(pyplot, rows, title, panel_width=11), path)
-    return True
+    if rows:
+        pictures.write_panels(rows, title, path, panel_width=11)
+    return bool(rows)
 
 
 def curves(records: list[dict[str, Any]]) -> dict[str, Points]:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hybrid_ep.backends.choose import BACKENDS
-from hybrid_ep.bench.options import Load, check_known, check_least
-from hybrid_ep.shape import DTYPES
+from hybrid_ep.bench.options import Load, Options, Timing, check_least
 
 PRODUCT_SMS = ("all", "rest")
 
 
 @dataclass(frozen=True, kw_only=True)
-class OverlapOptions:
+class OverlapOptions(Timing):
     """What to measure: the product of the lists.
 
     Attributes:
-        backends: names as of Buffer.
         tokens: T of every rank.
         hidden: H.
         experts: E, over all ranks.
@@ -27,11 +23,8 @@ class OverlapOptions:
         gemm: M, K and N of one product, bf16.
         gemms: products in the stream.
         product_sms: of ``PRODUCT_SMS``.
-        iters: measured iterations.
-        warmup: iterations before them.
     """
 
-    backends: tuple[str, ...] = ("auto",)
     tokens: tuple[int, ...] = (4096,)
     hidden: tuple[int, ...] = (7168,)
     experts: tuple[int, ...] = (64,)
@@ -40,19 +33,14 @@ class OverlapOptions:
     gemm: tuple[int, int, int] = (4096, 7168, 4096)
     gemms: int = 8
     product_sms: tuple[str, ...] = PRODUCT_SMS
-    iters: int = 20
-    warmup: int = 5
 
     def check(self, num_ranks: int) -> None:
         """Raise ValueError where an option breaks a rule, before any rank is started."""
-        check_known("backend", self.backends, BACKENDS)
+        super().check(num_ranks)
         for load in self.loads(num_ranks):
             load.refuse_unaligned()
-        check_least("sms", min(self.sms), 1)
         check_least("gemm", min(self.gemm), 1)
         check_least("gemms", self.gemms, 1)
-        check_least("iters", self.iters, 1)
-        check_least("warmup", self.warmup, 0)
 
     def check_device(self, total_sms: int) -> None:
         """Raise ValueError where communication would take every SM of the GPU."""
@@ -64,13 +52,5 @@ class OverlapOptions:
 
     def loads(self, num_ranks: int) -> Iterator[Load]:
         """Every combination of the sizes; ValueError for one that breaks a rule."""
-        sizes = itertools.product(self.tokens, self.hidden, self.experts, self.topk)
-        for tokens, hidden, experts, topk in sizes:
-            yield Load(
-                num_ranks=num_ranks,
-                num_experts=experts,
-                max_tokens=tokens,
-                hidden=hidden,
-                topk=topk,
-                dtype=DTYPES["bf16"],
-            )
+        sizes = {name: getattr(self, name) for name in ("tokens", "hidden", "experts", "topk")}
+        return Options(**sizes).loads(num_ranks)

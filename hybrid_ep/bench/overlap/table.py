@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybrid_ep.bench.series import alike, machine_of
+from hybrid_ep.bench.series import alike, machine_of, tell
 from hybrid_ep.output import tables
 
 HEADER = (
@@ -22,7 +22,8 @@ HEADER = (
 )
 TEXTS, KEYS = 1, 3
 NAMES = {"all_to_all": "NCCL all_to_all"}
-SAME = ("ranks", "tokens", "hidden", "experts", "topk", "dtype", "gemm", "gemms")
+SIZES = ("tokens", "hidden", "experts", "topk", "dtype")
+SAME = ("ranks", *SIZES, "gemm", "gemms")
 
 
 def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
@@ -48,10 +49,7 @@ def print_overlaps(report: dict[str, Any], skipped: Sequence[str] = ()) -> None:
 
 def title_of(record: dict[str, Any]) -> str:
     """The sizes in words."""
-    return (
-        f"{record['ranks']} ranks, {record['tokens']:,} tokens per rank, hidden "
-        f"{record['hidden']}, {record['experts']} experts, top-{record['topk']}, {record['dtype']}"
-    )
+    return f"{record['ranks']} ranks, {tell(record, SIZES)}"
 
 
 def products_of(record: dict[str, Any]) -> str:
