@@ -16,6 +16,7 @@ import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import layers
+from tests.ranks.verbs import note_calls
 
 
 @dataclass(frozen=True)
@@ -93,17 +94,11 @@ class MicroBatches:
                 self.handles.append(hybrid_ep.dispatch(self.buffers[0], x, topk_idx).handle)
         self.calls: list[str] = []
         for buffer in self.buffers:
-            for verb in ("route", "dispatch", "combine", "combine_backward"):
-                recorded = self._recorded(verb, getattr(buffer.communicator.verbs, verb))
-                setattr(buffer.communicator.verbs, verb, recorded)
+            note_calls(buffer, ("route", "dispatch", "combine", "combine_backward"), self._note)
 
-    def _recorded(self, verb: str, call: Any) -> Any:
-        def recorded(*args: Any, **sizes: Any) -> Any:
-            tokens = sizes["num_tokens"] if verb == "combine" else args[0].shape[0]
-            self.calls.append(f"{verb} {self.tokens.index(tokens)}")
-            return call(*args, **sizes)
-
-        return recorded
+    def _note(self, verb: str, *args: Any, **sizes: Any) -> None:
+        tokens = sizes["num_tokens"] if verb == "combine" else args[0].shape[0]
+        self.calls.append(f"{verb} {self.tokens.index(tokens)}")
 
     def forward(self, xs: list[Tensor], weights: list[Tensor]) -> list[Tensor]:
         sent, used = {}, []

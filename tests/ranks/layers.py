@@ -19,6 +19,7 @@ import hybrid_ep
 from hybrid_ep.moe import MoELayer
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.verbs import note_calls
 
 
 def expert_weights(case: Case) -> Tensor:
@@ -112,16 +113,8 @@ class NoisyBlock:
 
     def make_buffer(self) -> None:
         self.buffer = self.me.buffer(**self.case.sizes())
-        backend = self.buffer.communicator.verbs
-        for verb in ("route", "dispatch", "combine", "combine_backward"):
-            setattr(backend, verb, self._counted(verb, getattr(backend, verb)))
-
-    def _counted(self, verb: str, call):
-        def counted(*args, **kwargs):
-            self.calls.append(verb)
-            return call(*args, **kwargs)
-
-        return counted
+        names = ("route", "dispatch", "combine", "combine_backward")
+        note_calls(self.buffer, names, lambda verb, *_, **__: self.calls.append(verb))
 
     def __call__(self, x: Tensor) -> Tensor:
         if self.buffer is None:

@@ -10,6 +10,7 @@ from torch import Tensor
 import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.verbs import note_calls
 
 
 def layer(me: Rank, case: Case, max_rows: int | None, num_sms: int | None, way: str) -> Any:
@@ -26,8 +27,11 @@ def layer(me: Rank, case: Case, max_rows: int | None, num_sms: int | None, way: 
     x, topk_idx, weights, _ = case.leaves(me.rank, me.device)
     grad_y = case.values(me.rank, "grad y", len(x)).to(me.device)
     asked: list[tuple[str, int]] = []
-    for verb in ("dispatch", "dispatch_fresh", "combine", "combine_backward"):
-        setattr(buffer.communicator.verbs, verb, _noted(asked, buffer, verb))
+    note_calls(
+        buffer,
+        ("dispatch", "dispatch_fresh", "combine", "combine_backward"),
+        lambda verb, *_, num_sms=0, **__: asked.append((verb, num_sms)),
+    )
 
     def forward(x: Tensor, weights: Tensor) -> Tensor:
         sizing = {"max_rows": max_rows, "num_sms": num_sms}
@@ -46,16 +50,6 @@ def layer(me: Rank, case: Case, max_rows: int | None, num_sms: int | None, way: 
     buffer.check()
     buffer.destroy()
     return {"y": y.detach(), "x": grads[0], "weights": grads[1], "asked": sorted(asked)}
-
-
-def _noted(asked: list[tuple[str, int]], buffer: hybrid_ep.Buffer, verb: str) -> Any:
-    call = getattr(buffer.communicator.verbs, verb)
-
-    def noted(*args: Any, num_sms: int = 0, **sizes: Any) -> Any:
-        asked.append((verb, num_sms))
-        return call(*args, num_sms=num_sms, **sizes)
-
-    return noted
 
 
 def bounds(me: Rank) -> tuple[int, int | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -28,6 +29,21 @@ def send(
         scales=here(inputs.scales),
         **arguments,
     )
+
+
+def note_calls(buffer: hybrid_ep.Buffer, names: Iterable[str], note: Callable[..., None]) -> None:
+    """From now on each of these verbs of a Buffer begins with ``note(name, *its arguments)``."""
+    verbs = buffer.communicator.verbs
+
+    def noting(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def noted(*args: Any, **sizes: Any) -> Any:
+            note(name, *args, **sizes)
+            return call(*args, **sizes)
+
+        return noted
+
+    for name in names:
+        setattr(verbs, name, noting(name, getattr(verbs, name)))
 
 
 def poison_padding(rows: Tensor, out: hybrid_ep.Dispatched) -> Tensor:

@@ -18,6 +18,7 @@ from tests import targets
 from tests.cases import FP8, Case
 from tests.checks import same_bytes
 from tests.launch import Rank
+from tests.ranks.verbs import note_calls
 
 pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
 
@@ -89,17 +90,8 @@ class Verb:
         self.weights = torch.rand(shape, generator=generator).to(alone.device)
         getattr(self, wanted.leaf).requires_grad_()
         self.sent: list[str] = []
-        for verb in ("route", "dispatch", "dispatch_fresh", "combine", "combine_backward"):
-            setattr(self.buffer.communicator.verbs, verb, self._recorded(verb))
-
-    def _recorded(self, verb: str) -> Any:
-        call = getattr(self.buffer.communicator.verbs, verb)
-
-        def recorded(*args: Any, **sizes: Any) -> Any:
-            self.sent.append(verb)
-            return call(*args, **sizes)
-
-        return recorded
+        names = ("route", "dispatch", "dispatch_fresh", "combine", "combine_backward")
+        note_calls(self.buffer, names, lambda verb, *_, **__: self.sent.append(verb))
 
     def __call__(self, payload: Tensor, weights: Tensor) -> Tensor:
         if self.name == "combine":

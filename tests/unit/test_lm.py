@@ -307,16 +307,8 @@ def test_presets_keep_the_rules(preset):
 def test_the_command(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "1", "-m", "examples.lm", "--preset", "small", "--batch", "2"]
-    command += [
-        "--steps",
-        "2",
-        "--device",
-        "cpu",
-        "--dense",
-        "copies",
-        "--json",
-        str(tmp_path / "result.json"),
-    ]
+    command += ["--steps", "2", "--device", "cpu", "--dense", "copies"]
+    command += ["--json", str(tmp_path / "result.json")]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
