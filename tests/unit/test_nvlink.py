@@ -408,6 +408,12 @@ def test_a_second_thread_is_refused_while_an_exact_dispatch_waits(quiet):
     assert "another thread is in a call of this Buffer" in told[0]
 
 
+def fault(**words: int) -> SimpleNamespace:
+    """What a kernel notes; unless others are given, the words are of a dispatch, call 2."""
+    usual = {"phase": 1, "peer": 0, "channel": 0, "epoch": 2, "seen": 0, "mine": 0}
+    return SimpleNamespace(**{**usual, **words})
+
+
 ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
     "another_phase": (
         (9, 4, 2, 77),
@@ -435,17 +441,13 @@ ANNOUNCEMENTS = {  # the peer's, mine: verb, route, phase, signature
 def test_announcements_that_differ_are_told_in_words(quiet, theirs, mine, text):
     base = settings.layout_base(quiet.buffer.number)
     seen, mine = (v << 40 | r + base << 18 | p << 16 | s for v, r, p, s in (theirs, mine))
-    quiet.fake.left_behind = SimpleNamespace(
-        kind=2, phase=1, peer=0, channel=0, epoch=2, seen=seen, mine=mine
-    )
+    quiet.fake.left_behind = fault(kind=2, seen=seen, mine=mine)
     with pytest.raises(hybrid_ep.PeerError, match=text):
         quiet.dispatch()
 
 
 def test_a_peer_that_gave_up_is_named_with_its_reason(quiet):
-    quiet.fake.left_behind = SimpleNamespace(
-        kind=4, phase=1, peer=0, channel=0, epoch=2, seen=1, mine=0
-    )
+    quiet.fake.left_behind = fault(kind=4, seen=1)
     with pytest.raises(hybrid_ep.PeerError, match="no more calls, because it ran out of memory"):
         quiet.dispatch()
 
@@ -503,9 +505,7 @@ def test_layouts_are_numbered_on_after_a_restore_and_apart_in_another_buffer(wor
 def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
     out = quiet.dispatch()
     quiet.asked()
-    quiet.fake.left_behind = SimpleNamespace(
-        kind=1, phase=1, peer=0, channel=5, epoch=2, seen=0, mine=0
-    )
+    quiet.fake.left_behind = fault(kind=1, channel=5)
     for call in (
         quiet.dispatch,
         lambda: quiet.dispatch(handle=out.handle),
@@ -517,9 +517,7 @@ def test_what_an_earlier_call_left_is_raised_before_anything_is_sent(quiet):
 
 
 def test_an_error_that_was_caught_keeps_no_backend_alive(quiet):
-    quiet.fake.left_behind = SimpleNamespace(
-        kind=3, phase=0, peer=3, channel=1, epoch=1, seen=99, mine=0
-    )
+    quiet.fake.left_behind = fault(kind=3, phase=0, peer=3, channel=1, epoch=1, seen=99)
     backend = weakref.ref(quiet.buffer.communicator.backend)
     gc.disable()
     try:

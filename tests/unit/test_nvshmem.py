@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ from hybrid_ep.shape import Shape
 from tests.ranks import fake_nvshmem
 
 ACTIVE = (Port("mlx5_0", 1, gids=(0, 1)),)
+RANK_1 = SimpleNamespace(rank=1, device=torch.device("cuda", 1))
 SIZES = {"channels": 8, "queue_depth": 128, "heap_bytes": 1 << 30}
 
 
@@ -40,30 +42,6 @@ def extension():
 @pytest.mark.parametrize("tokens", [1, 130, 4096])
 @pytest.mark.parametrize("nodes, ranks_per_node, topk", [(1, 3, 1), (2, 1, 7), (8, 8, 8)])
 def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_node, topk):
-    config = extension.RuntimeConfig(
-        device=0,
-        rank=0,
-        num_ranks=nodes * ranks_per_node,
-        num_nodes=nodes,
-        ranks_per_node=ranks_per_node,
-        num_experts=5 * nodes * ranks_per_node,
-        max_tokens=tokens,
-        topk=topk,
-        row_capacity=2 * 2880 + 48,
-        inbox_row_bytes=2 * 2880,
-        network_channels=2,
-        network_chunk_tokens=32,
-        network_window_chunks=8,
-        num_sms_publish=1,
-        num_sms_dispatch=1,
-        num_sms_combine=1,
-        slice_bytes=16384,
-        timeout_s=1.0,
-        num_routes=0,
-        layout_base=0,
-        trace=False,
-        uses_mapped=True,
-    )
     sizes = Shape(
         num_ranks=nodes * ranks_per_node,
         ranks_per_node=ranks_per_node,
@@ -73,7 +51,10 @@ def test_sizes_are_those_of_the_extension(extension, tokens, nodes, ranks_per_no
         topk=topk,
         scale_bytes=40,
     )
+    assert (sizes.row_capacity, sizes.inbox_row_bytes) == (2 * 2880 + 48, 2 * 2880)
     windows = Config(network_channels=2, network_chunk_tokens=32, network_window_chunks=8)
+    settings = runtime_settings(sizes, RANK_1, windows, number=0, last_call=0, most_sms=1)
+    config = extension.RuntimeConfig(**settings, uses_mapped=True)
     assert sum(nodes_regions(sizes, windows).values()) == config.symmetric_bytes
     assert nodes_handle_bytes(sizes) == 4 * config.handle_words
 
@@ -83,9 +64,8 @@ def test_runtimes_take_their_settings_by_name_and_say_which_is_missing(extension
     import hybrid_ep._nvlink as nvlink
 
     sizes = Shape(num_ranks=4, ranks_per_node=2, num_experts=8, max_tokens=16, hidden=32, topk=2)
-    group = SimpleNamespace(rank=1, device=torch.device("cuda", 1))
     given = Config(timeout_s=None, num_sms_combine=64)
-    settings = runtime_settings(sizes, group, given, number=5, last_call=3, most_sms=8)
+    settings = runtime_settings(sizes, RANK_1, given, number=5, last_call=3, most_sms=8)
     assert settings["num_sms_combine"] == 8
     nvlink.RuntimeConfig(**settings)
     extension.RuntimeConfig(**settings, uses_mapped=True)
@@ -101,20 +81,12 @@ def test_limits_are_those_of_the_extension(extension):
 
 
 def test_windows_do_not_grow_with_the_tokens_of_a_call():
-    few, many = (
-        nodes_regions(
-            Shape(
-                num_ranks=64,
-                ranks_per_node=8,
-                num_experts=256,
-                max_tokens=tokens,
-                hidden=7168,
-                topk=8,
-            ),
-            Config(network_channels=4, network_chunk_tokens=32, network_window_chunks=4),
-        )
-        for tokens in (2048, 65_536)
+    shape = Shape(
+        num_ranks=64, ranks_per_node=8, num_experts=256, max_tokens=2048, hidden=7168, topk=8
     )
+    config = Config(network_channels=4, network_chunk_tokens=32, network_window_chunks=4)
+    few = nodes_regions(shape, config)
+    many = nodes_regions(replace(shape, max_tokens=65_536), config)
     for region in ("relay_window", "push_window", "push_values", "outgoing", "home_window"):
         assert few[region] == many[region]
 

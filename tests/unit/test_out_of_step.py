@@ -64,18 +64,8 @@ STOPPED = {
         "KeyboardInterrupt",
         True,
     ),
-    "route_by_messages": (
-        mistakes.route,
-        (MESSAGES, "gather", 1),
-        "MemoryError",
-        False,
-    ),
-    "dispatch_by_messages": (
-        mistakes.dispatch,
-        (MESSAGES, "send", 1),
-        "RuntimeError",
-        False,
-    ),
+    "route_by_messages": (mistakes.route, (MESSAGES, "gather", 1), "MemoryError", False),
+    "dispatch_by_messages": (mistakes.dispatch, (MESSAGES, "send", 1), "RuntimeError", False),
     "combine_before_sums_go_home": (
         mistakes.combine,
         (MODULE, "sum_in_order", 1),
