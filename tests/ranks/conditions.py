@@ -23,6 +23,7 @@ from tests.cases import Case
 from tests.checks import same_bytes
 from tests.launch import Rank
 from tests.ranks.memory import held_bytes, together
+from tests.ranks.raised import raised_by
 from tests.ranks.verbs import send
 
 CASE = Case("conditions", tokens=(96, 70), topk=2, hidden=512)
@@ -30,11 +31,8 @@ CASE = Case("conditions", tokens=(96, 70), topk=2, hidden=512)
 
 def what_it_raises(call: Callable[[], Any]) -> str:
     """Kind and text of the exception, "" if there is none."""
-    try:
-        call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
+    kind, text = raised_by(call)
+    return f"{kind}: {text}" if kind else ""
 
 
 def equal_bytes(a: Tensor, b: Tensor) -> bool:

@@ -9,6 +9,7 @@ from unittest import mock
 import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.raised import what_it_raises
 from tests.ranks.verbs import send
 
 CASE = Case("context", tokens=(5, 7), topk=3)
@@ -24,11 +25,7 @@ def leave(me: Rank) -> tuple[str, bool, str]:
         reached_the_end = time.monotonic()  # a clock that all ranks of a host share
     left = time.monotonic()
     latest = max(buffer.communicator.group.gather(reached_the_end))
-    try:
-        send(me, buffer, case.inputs(me.rank))
-        late = ""
-    except RuntimeError as error:
-        late = str(error)
+    late = what_it_raises(lambda: send(me, buffer, case.inputs(me.rank)))
     return repr(buffer), left >= latest, late
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from hybrid_ep.integrations.deep_ep import HybridEPBuffer, configure, indices_to_map, settings
 from tests.launch import Rank
 from tests.ranks.graphs import warmed_up_and_captured
+from tests.ranks.raised import raised_by, what_it_raises
 
 HIDDEN, LOCAL, TOPK = 32, 3, 2
 TOKENS = (17, 0, 40, 5)  # of the ranks
@@ -462,12 +463,7 @@ def mistakes(me: Rank) -> list[str]:
         lambda: buffer.dispatch(mine.x),
         lambda: buffer.combine(mine.x),
     )
-    told = []
-    for each in wrong:
-        try:
-            each()
-        except (ValueError, TypeError) as error:
-            told.append(f"{type(error).__name__}: {error}")
+    told = [": ".join(raised_by(each)) for each in wrong]
     again, *_ = buffer.dispatch_with_permute(**right)
     told.append(str(torch.equal(again, rows)))
     return told
@@ -522,11 +518,8 @@ def more_experts_than_topk(me: Rank, non_blocking: bool) -> list[str]:
     buffer, told = made(me), []
     x, routing_map = _most_experts(me, [5, 1], LOCAL * me.num_ranks)
     options = {"non_blocking": True, "num_permuted_tokens": 100} if non_blocking else {}
+    options |= {"hidden": x, "routing_map": routing_map}
     for _ in range(2):
-        try:
-            buffer.dispatch_with_permute(hidden=x, routing_map=routing_map, **options)
-            told.append("")
-        except ValueError as error:
-            told.append(str(error))
+        told.append(what_it_raises(lambda: buffer.dispatch_with_permute(**options), ValueError))
         torch.cuda.synchronize()
     return told

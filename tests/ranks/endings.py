@@ -13,7 +13,7 @@ import hybrid_ep
 from hybrid_ep.backends import endings
 from tests.launch import Rank
 from tests.ranks import fake_nvshmem
-from tests.ranks.memory import what_it_raises
+from tests.ranks.raised import what_it_raises
 from tools import fake_nvlink
 
 MakeBuffer = Callable[[], hybrid_ep.Buffer]

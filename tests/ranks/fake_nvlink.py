@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
-from tests.ranks.memory import what_it_raises
+from tests.ranks.raised import what_it_raises
 from tools.fake_nvlink import Fake, FakeStreams, gpu_with
 
 CASE = Case("fake", num_ranks=3)
@@ -57,6 +58,17 @@ class Quiet:
         return events
 
 
+def built(make: Callable[[], hybrid_ep.Buffer]) -> dict[str, Any]:
+    """What a Buffer says of itself, which is then destroyed, or why it cannot be made."""
+    try:
+        buffer = make()
+    except RuntimeError as error:
+        return {"error": str(error), "backend": None, "describe": ""}
+    told = {"error": "", "backend": buffer.backend, "describe": buffer.describe()}
+    buffer.destroy()
+    return told
+
+
 def build(
     me: Rank, backend: str, fails: dict[int, dict[str, str]], hosts: list[str], sizes: dict
 ) -> dict[str, Any]:
@@ -70,28 +82,18 @@ def build(
         sizes: of the Buffer, where they are not those of CASE.
     """
     fake = Fake(fails.get(me.rank, {}))
-    told = {"error": "", "backend": None, "describe": ""}
+    arguments = {**CASE.on(me.num_ranks).sizes(), **sizes}
     with gpu_with(fake, hosts[me.rank % len(hosts)]):
-        try:
-            arguments = {**CASE.on(me.num_ranks).sizes(), **sizes}
-            buffer = me.buffer(**arguments, device="cuda:0", backend=backend)
-        except RuntimeError as error:
-            told["error"] = str(error)
-        else:
-            told["backend"], told["describe"] = buffer.backend, buffer.describe()
-            buffer.destroy()
+        told = built(lambda: me.buffer(**arguments, device="cuda:0", backend=backend))
     return {**told, "calls": [call for call, _ in fake.events]}
 
 
 def build_on_a_gpu_with_shared_memory(me: Rank, num_bytes: int) -> str:
     fake = Fake()
     fake.shared = num_bytes
+    sizes = {**CASE.on(me.num_ranks).sizes(), "device": "cuda:0", "backend": "nvlink"}
     with gpu_with(fake):
-        try:
-            me.buffer(**CASE.on(me.num_ranks).sizes(), device="cuda:0", backend="nvlink")
-        except RuntimeError as error:
-            return str(error)
-    return ""
+        return what_it_raises(lambda: me.buffer(**sizes))
 
 
 def numbers_of_layouts(me: Rank) -> list[tuple[int, int]]:

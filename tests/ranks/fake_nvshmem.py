@@ -23,8 +23,9 @@ from hybrid_ep.backends.cuda import maps, nvshmem, settings
 from hybrid_ep.ops import round_trip
 from tests.cases import Case
 from tests.launch import Rank
-from tests.ranks.memory import what_it_raises
-from tests.ranks.one_rank_fails import failing, raised_by
+from tests.ranks.fake_nvlink import built
+from tests.ranks.one_rank_fails import failing
+from tests.ranks.raised import raised_by, what_it_raises
 
 CASE = Case("fake", num_ranks=3, ranks_per_node=1)
 HEAP_CALLS = ("allocate", "free", "complete_puts")
@@ -123,16 +124,9 @@ def build(
 ) -> dict[str, Any]:
     """A Buffer on fake GPUs: how building it went, and what was asked of the extension."""
     fake = Fake(fails.get(me.rank, {}), unmapped=unmapped)
-    told = {"error": "", "backend": None, "describe": ""}
     sizes = {**CASE.sizes(), "ranks_per_node": None}
     with gpu_with(fake, hosts[me.rank % len(hosts)]):
-        try:
-            buffer = me.buffer(**sizes, device="cuda:0", backend=backend)
-        except RuntimeError as error:
-            told["error"] = str(error)
-        else:
-            told["backend"], told["describe"] = buffer.backend, buffer.describe()
-            buffer.destroy()
+        told = built(lambda: me.buffer(**sizes, device="cuda:0", backend=backend))
     return {**told, "calls": fake.calls}
 
 

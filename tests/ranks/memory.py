@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.raised import what_it_raises
 from tests.ranks.verbs import send
 
 
@@ -36,14 +37,6 @@ def together(me: Rank, look: Callable[[Rank], int]) -> int:
     if me.num_ranks > 1:
         dist.barrier()
     return seen
-
-
-def what_it_raises(call: Callable[[], Any]) -> str:
-    try:
-        call()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def release_and_restore(me: Rank, case: Case) -> dict[str, Any]:

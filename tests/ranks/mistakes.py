@@ -14,6 +14,7 @@ import torch
 import hybrid_ep
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.raised import raised_by, what_it_raises
 from tests.ranks.verbs import send
 
 # 12 experts, for 2 or 3 ranks
@@ -57,12 +58,7 @@ class Call:
 def mistake(me: Rank, bad_call: Callable[[Call], Any]) -> str:
     """Rank 0 alone makes a bad call; then all go on. What it raised, and its text."""
     call = Call(me)
-    text = ""
-    if me.rank == 0:
-        try:
-            bad_call(call)
-        except (ValueError, TypeError) as error:
-            text = f"{type(error).__name__}: {error}"
+    text = ": ".join(raised_by(lambda: bad_call(call))) if me.rank == 0 else ""
     call.combine()  # nothing was sent, so the ranks are still in step
     call.dispatch()
     call.buffer.destroy()
@@ -71,11 +67,8 @@ def mistake(me: Rank, bad_call: Callable[[Call], Any]) -> str:
 
 def disagree(me: Rank, by_rank: list[dict[str, Any]]) -> str:
     """What building a Buffer with these arguments raises, if a ValueError."""
-    try:
-        me.buffer(**{**CASE.sizes(), **by_rank[me.rank]})
-    except ValueError as error:
-        return str(error)
-    return ""
+    sizes = {**CASE.sizes(), **by_rank[me.rank]}
+    return what_it_raises(lambda: me.buffer(**sizes), ValueError)
 
 
 # ---- faults
@@ -168,28 +161,21 @@ def fault(
     except hybrid_ep.PeerError as error:
         seen = {"error": str(error), "rank": error.rank, "peer": error.peer}
         seen |= {"phase": error.phase, "call": error.call}
-        seen["again"] = [_raised(call.combine), _raised(call.dispatch), _raised(call.buffer.check)]
+        later = (call.combine, call.dispatch, call.buffer.check)
+        seen["again"] = [what_it_raises(each) for each in later]
     else:
         seen = {"error": None}
     call.buffer.destroy()
     call.buffer.destroy()
-    seen["destroyed"] = _raised(call.dispatch)
+    seen["destroyed"] = what_it_raises(call.dispatch)
     return seen
-
-
-def _raised(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except RuntimeError as error:
-        return str(error)
-    return ""
 
 
 def build_on_two_gpus(me: Rank) -> str:
     """What building a Buffer raises whose ranks are on the first two GPUs in turn."""
     sizes = CASE.on(me.num_ranks).sizes()
     device = torch.device("cuda", me.rank % 2)
-    return _raised(lambda: me.buffer(**sizes, device=device))
+    return what_it_raises(lambda: me.buffer(**sizes, device=device))
 
 
 def expert_out_of_range(me: Rank) -> str:
@@ -197,12 +183,9 @@ def expert_out_of_range(me: Rank) -> str:
     call = Call(me)
     topk_idx = CASE.inputs(me.rank).topk_idx.to(me.device)
     topk_idx[3, 1] = CASE.num_experts
-    text = ""
-    try:
-        call.dispatch(call.x, topk_idx)
-        call.buffer.check()
-    except ValueError as error:
-        text = str(error)
+    text = what_it_raises(
+        lambda: (call.dispatch(call.x, topk_idx), call.buffer.check()), ValueError
+    )
     call.buffer.destroy()
     return text
 

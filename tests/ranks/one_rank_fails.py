@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -16,17 +16,9 @@ from hybrid_ep.config import Config
 from hybrid_ep.group import Group
 from tests.cases import Case
 from tests.launch import Rank
+from tests.ranks.raised import raised_by
 
 CASE = Case("one rank fails", tokens=(6, 4), topk=3, experts_per_rank=6)
-
-
-def raised_by(function: Callable[[], Any]) -> tuple[str, str]:
-    """Type and text of what it raises; empty if nothing."""
-    try:
-        function()
-    except Exception as error:
-        return type(error).__name__, str(error)
-    return "", ""
 
 
 def build(me: Rank, by_rank: list[dict[str, Any]]) -> list[tuple[str, str]]:

@@ -26,6 +26,7 @@ from hybrid_ep.backends.torch import host_memory
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import mistakes
+from tests.ranks.raised import raised
 from tests.ranks.verbs import send
 
 CASE = Case("out of step", tokens=(9, 7), topk=3, num_scales=2)
@@ -54,14 +55,6 @@ def plain(me: Rank, case: Case = CASE) -> Results:
     results = all_verbs(me, buffer, case)
     buffer.destroy()
     return results
-
-
-def raised(function: Callable[[], Any]) -> BaseException | None:
-    try:
-        function()
-    except BaseException as error:
-        return error
-    return None
 
 
 def look_for_a_fault(me: Rank, buffer: hybrid_ep.Buffer) -> None:

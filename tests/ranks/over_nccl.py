@@ -20,6 +20,7 @@ from hybrid_ep.backends.torch.collectives import Collectives
 from tests.cases import Case
 from tests.launch import Rank
 from tests.ranks import mistakes, out_of_step, verbs
+from tests.ranks.raised import raised
 
 
 @contextlib.contextmanager
@@ -144,7 +145,7 @@ def two_buffers_in_another_order(me: Rank, case: Case) -> list[str]:
     buffers = [me.buffer(**case.sizes()) for _ in range(2)]
     inputs = case.inputs(me.rank)
     buffer = buffers[min(me.rank, 1)]
-    error = out_of_step.raised(lambda: verbs.send(me, buffer, inputs))
+    error = raised(lambda: verbs.send(me, buffer, inputs))
     for each in buffers:
         each.destroy()
     return [type(error).__name__, str(error)]
@@ -172,8 +173,8 @@ def an_exchange_fails(me: Rank, at: int) -> dict[str, Any]:
 
     error = RuntimeError("NCCL Error 6\n and a trace")
     with out_of_step.raising(dist, "all_to_all_single", at, lambda: error):
-        first = out_of_step.raised(combine)
-    later = [out_of_step.raised(combine), out_of_step.raised(buffer.check)]
+        first = raised(combine)
+    later = [raised(combine), raised(buffer.check)]
     buffer.destroy()
     return {"first": first, "later": [error is first for error in later]}
 
@@ -226,7 +227,7 @@ def wait_in_vain(
     call.buffer.destroy()
     call.buffer = me.buffer(**{**mistakes.CASE.sizes(), **sizes})
     call.handle = verbs.send(me, call.buffer, mistakes.CASE.inputs(me.rank)).handle
-    return out_of_step.raised(lambda: verb(call)) if me.rank == 0 else None
+    return raised(lambda: verb(call)) if me.rank == 0 else None
 
 
 def captured(me: Rank, case: Case) -> str:
@@ -236,8 +237,6 @@ def captured(me: Rank, case: Case) -> str:
     x, topk_idx = inputs.x.to(me.device), inputs.topk_idx.to(me.device)
     errors = []
     with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        errors.append(
-            out_of_step.raised(lambda: hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=64))
-        )
+        errors.append(raised(lambda: hybrid_ep.dispatch(buffer, x, topk_idx, max_rows=64)))
     buffer.destroy()
     return str(errors[0])

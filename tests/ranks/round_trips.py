@@ -7,7 +7,7 @@ from unittest import mock
 
 from hybrid_ep.ops import round_trip
 from tests.launch import Rank
-from tests.ranks.memory import what_it_raises
+from tests.ranks.raised import what_it_raises
 
 
 def verify(me: Rank, sizes: dict[str, Any], spoils: str | None = None, on_rank: int = 1) -> str:

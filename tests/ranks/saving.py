@@ -25,6 +25,7 @@ from examples import resume_moe
 from hybrid_ep.moe import MoELayer, expert_parameters, replicated_parameters
 from hybrid_ep.saving import save_by_expert
 from tests.launch import Rank
+from tests.ranks.raised import what_it_raises
 
 HIDDEN, FFN_HIDDEN, NUM_EXPERTS, TOPK, TOKENS = 16, 8, 8, 2, 64  # tokens of all ranks
 
@@ -157,11 +158,7 @@ def error_of_plain(me: Rank, folder: Path) -> str:
 def load_the_file_of_rank_0(me: Rank, folder: Path) -> str:
     """What it raises, if it does."""
     state = torch.load(folder / "0.pt", weights_only=True)
-    try:
-        Model(me).load_state_dict(state["model"])
-    except ValueError as error:
-        return str(error)
-    return ""
+    return what_it_raises(lambda: Model(me).load_state_dict(state["model"]), ValueError)
 
 
 def load_plain(me: Rank, folder: Path) -> dict[str, Tensor]:

@@ -18,6 +18,7 @@ from tests import targets
 from tests.cases import FP8, Case
 from tests.checks import same_bytes
 from tests.launch import Rank
+from tests.ranks.raised import what_it_raises
 from tests.ranks.verbs import note_calls
 
 pytestmark = pytest.mark.not_on("torch_gpu", why=targets.SAME_PYTHON)
@@ -142,11 +143,7 @@ def error_of(call: Callable[[], Any]) -> str:
     Not by pytest.raises, which keeps the traceback: a checkpoint of torch that was left by an error
     keeps its dispatch mode on until the traceback is freed.
     """
-    try:
-        call()
-    except ValueError as error:
-        return str(error)
-    return ""
+    return what_it_raises(call, ValueError)
 
 
 cases = pytest.mark.parametrize("wanted", WANTED, ids=str)

@@ -9,7 +9,7 @@ import hybrid_ep
 from hybrid_ep.group import Group
 from hybrid_ep.shape import Shape
 from tests.launch import Rank
-from tests.ranks.one_rank_fails import raised_by
+from tests.ranks.raised import raised_by
 
 SIZES = {"num_ranks": 4, "num_experts": 8, "max_tokens": 10, "hidden": 20, "topk": 3}
 
