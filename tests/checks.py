@@ -37,6 +37,13 @@ def same_bytes(actual: Tensor, expected: Tensor, what: str) -> None:
         )
 
 
+def same_results(got: dict[str, Tensor], want: dict[str, Tensor], where: str) -> None:
+    """The same tensors under the same names."""
+    assert got.keys() == want.keys(), where
+    for name in want:
+        same_bytes(got[name], want[name], f"{name}, {where}")
+
+
 def check_verbs(pool: Pool, case: Case, run: Callable[..., Any] = verbs.all_verbs) -> None:
     """Dispatch, combine and their gradients on one Buffer; a failure says which of them."""
     case = pool.target.divided(case)

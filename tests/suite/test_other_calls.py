@@ -8,9 +8,10 @@ from dataclasses import replace
 import pytest
 
 from tests import faults
-from tests.checks import same_bytes
+from tests.checks import same_results
 from tests.ranks import mistakes, out_of_step
 from tests.ranks.out_of_step import CASE
+from tests.ranks.raised import raised
 
 pytestmark = pytest.mark.not_on(
     "torch_gpu", why="its messages are gloo's, staged through host memory: faults are torch_cpu's"
@@ -76,7 +77,7 @@ def test_a_second_thread_is_refused_in_a_world_of_one(alone):
     with buffer.communicator.verbs._turn:
         thread = threading.Thread(
             target=lambda: seen.append(
-                out_of_step.raised(
+                raised(
                     lambda: buffer.communicator.verbs.combine(
                         out.rows, None, None, out.handle.layout, num_tokens=out.handle.num_tokens
                     )
@@ -94,6 +95,4 @@ def test_a_deadline_of_any_length(world, timeout_s):
     expected = pool.run(out_of_step.plain, CASE)
     results = pool.run(out_of_step.deadline_of_any_length, timeout_s)
     for rank, (got, want) in enumerate(zip(results, expected, strict=True)):
-        assert got.keys() == want.keys()
-        for name in want:
-            same_bytes(got[name], want[name], f"{name}, rank {rank}")
+        same_results(got, want, f"rank {rank}")

@@ -14,18 +14,12 @@ from hybrid_ep.backends.torch.messages import Messages, tag_of
 from hybrid_ep.backends.turns import Turn
 from hybrid_ep.group import Group
 from tests import faults
-from tests.checks import same_bytes
+from tests.checks import same_bytes, same_results
 from tests.faults import PHASES
 from tests.ranks import mistakes, out_of_step
 from tests.ranks.out_of_step import CASE
 
 two_or_three = pytest.mark.parametrize("num_ranks", [2, 3])
-
-
-def same_results(got, want, what):
-    assert got.keys() == want.keys()
-    for name in want:
-        same_bytes(got[name], want[name], f"{name}, {what}")
 
 
 @pytest.fixture
