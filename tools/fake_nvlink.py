@@ -183,17 +183,17 @@ class FakeStreams:
 
 
 @contextlib.contextmanager
-def _instead(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+def instead(*replacements: tuple[Any, str, Any]) -> Iterator[None]:
+    """Each owner's name stands for its replacement."""
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in replacements:
             stack.enter_context(mock.patch.object(owner, name, replacement))
         yield
 
 
-@contextlib.contextmanager
-def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
+def gpu_with(fake: Fake, host: str = "a host") -> contextlib.AbstractContextManager:
     """What a Hopper with this extension would answer."""
-    with _instead(
+    return instead(
         (nvlink, "_nvlink", fake),
         (nvshmem, "gpu_uuid", lambda device: "GPU-0"),  # where auto tries nvshmem
         (group, "gpu_uuid", lambda device: "GPU-0"),  # where it ends with torch
@@ -202,8 +202,7 @@ def gpu_with(fake: Fake, host: str = "a host") -> Iterator[None]:
         (ops, "prepare_order", lambda device: None),
         (torch.cuda, "get_device_capability", lambda device: (9, 0)),
         (torch.cuda, "synchronize", lambda device: None),
-    ):
-        yield
+    )
 
 
 @contextlib.contextmanager
@@ -212,7 +211,7 @@ def cpu_with(fake: Fake) -> Iterator[FakeStreams]:
     fake_streams = FakeStreams()
     with (
         gpu_with(fake),
-        _instead(
+        instead(
             (settings, "what_is_lacking", lambda *args: None),
             (streams, "stream_reader", fake_streams.reader),
             (torch.cuda, "current_stream", lambda device: fake_streams.current),

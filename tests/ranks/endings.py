@@ -61,10 +61,8 @@ def no_collector() -> Iterator[None]:
         gc.enable()
 
 
-@contextlib.contextmanager
-def captured() -> Iterator[None]:
-    with mock.patch.object(endings, "is_capturing", lambda: True):
-        yield
+def captured() -> contextlib.AbstractContextManager:
+    return mock.patch.object(endings, "is_capturing", lambda: True)
 
 
 def begin_a_call(buffer: hybrid_ep.Buffer) -> None:

@@ -8,7 +8,7 @@ import io
 import logging
 import os
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from tests.launch import Rank
 from tests.ranks.fake_nvlink import built
 from tests.ranks.one_rank_fails import failing
 from tests.ranks.raised import raised_by, what_it_raises
+from tools.fake_nvlink import instead
 
 CASE = Case("fake", num_ranks=3, ranks_per_node=1)
 HEAP_CALLS = ("allocate", "free", "complete_puts")
@@ -97,26 +98,22 @@ class Fake:
         return "3.4.5"
 
 
-@contextlib.contextmanager
-def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> Iterator[None]:
+def gpu_with(fake: Fake, host: str = "a host", gpu: str = "GPU-0") -> AbstractContextManager:
     """What a Hopper with this NVSHMEM would answer, to a process that has no job yet."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, replacement in (
-            (nvshmem, "_nvshmem", fake),
-            (nvshmem, "_heap", nvshmem.Heap()),
-            (nvshmem, "gpu_uuid", lambda device: gpu),
-            (group, "gpu_uuid", lambda device: gpu),
-            (settings, "num_sms", lambda device: 132),
-            (group, "host_name", lambda: host),
-            (round_trip, "verify_once", lambda communicator: None),  # no kernels here
-            (torch.cuda, "get_device_capability", lambda device: (9, 0)),
-            (torch.cuda, "synchronize", lambda device=None: None),
-            (ops, "prepare_order", lambda device: None),
-            (torch.cuda, "device", lambda device: contextlib.nullcontext()),
-            (maps, "load", lambda device: None),  # the other extension is no fake
-        ):
-            stack.enter_context(mock.patch.object(owner, name, replacement))
-        yield
+    return instead(
+        (nvshmem, "_nvshmem", fake),
+        (nvshmem, "_heap", nvshmem.Heap()),
+        (nvshmem, "gpu_uuid", lambda device: gpu),
+        (group, "gpu_uuid", lambda device: gpu),
+        (settings, "num_sms", lambda device: 132),
+        (group, "host_name", lambda: host),
+        (round_trip, "verify_once", lambda communicator: None),  # no kernels here
+        (torch.cuda, "get_device_capability", lambda device: (9, 0)),
+        (torch.cuda, "synchronize", lambda device=None: None),
+        (ops, "prepare_order", lambda device: None),
+        (torch.cuda, "device", lambda device: contextlib.nullcontext()),
+        (maps, "load", lambda device: None),  # the other extension is no fake
+    )
 
 
 def build(

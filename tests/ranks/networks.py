@@ -9,7 +9,6 @@ NVSHMEM, also where the SMs could write it.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
@@ -47,33 +46,15 @@ class LoopbackMemory:
         pass
 
 
-@contextlib.contextmanager
-def loopback() -> Iterator[None]:
-    with mock.patch.object(nvshmem, "Memory", LoopbackMemory):
-        yield
-
-
 class DelayingMemory(LoopbackMemory):
     delay_us = 300  # longer than a call of the tests' sizes takes
 
 
-@contextlib.contextmanager
-def delaying() -> Iterator[None]:
-    with mock.patch.object(nvshmem, "Memory", DelayingMemory):
-        yield
-
-
-@contextlib.contextmanager
-def puts() -> Iterator[None]:
-    with mock.patch.object(nvshmem, "USES_MAPPED", False):
-        yield
-
-
 NETWORKS = {
     "mapped": contextlib.nullcontext,
-    "loopback": loopback,
-    "delaying": delaying,
-    "puts": puts,
+    "loopback": lambda: mock.patch.object(nvshmem, "Memory", LoopbackMemory),
+    "delaying": lambda: mock.patch.object(nvshmem, "Memory", DelayingMemory),
+    "puts": lambda: mock.patch.object(nvshmem, "USES_MAPPED", False),
 }
 
 

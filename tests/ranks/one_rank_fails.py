@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import weakref
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest import mock
 
@@ -53,13 +53,10 @@ def fail_and_go_on(me: Rank) -> bool:
         gc.enable()
 
 
-@contextlib.contextmanager
-def failing(me: Rank, owner: Any, name: str, error: Exception) -> Iterator[None]:
+def failing(me: Rank, owner: Any, name: str, error: Exception) -> AbstractContextManager:
     """On rank 1 the function raises."""
-    with contextlib.ExitStack() as stack:
-        if me.rank == 1:
-            stack.enter_context(mock.patch.object(owner, name, mock.Mock(side_effect=error)))
-        yield
+    raises = mock.patch.object(owner, name, mock.Mock(side_effect=error))
+    return raises if me.rank == 1 else contextlib.nullcontext()
 
 
 def backend_class(me: Rank) -> tuple[Any, str]:

@@ -33,10 +33,8 @@ CASES = [
 ]
 
 
-@contextlib.contextmanager
-def as_ops() -> Iterator[None]:
-    with mock.patch.object(verbs, "watched", lambda *tensors: True):
-        yield
+def as_ops() -> contextlib.AbstractContextManager:
+    return mock.patch.object(verbs, "watched", lambda *tensors: True)
 
 
 class Layer:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -41,8 +41,10 @@ def run_check(me: Rank, fault: str | None = None, **arguments: Any) -> tuple[lis
 # ---- faults
 
 
-@contextlib.contextmanager
-def after_dispatch(change: Callable[[Tensor, Tensor | None], None]) -> Iterator[None]:
+Planted = contextlib.AbstractContextManager
+
+
+def after_dispatch(change: Callable[[Tensor, Tensor | None], None]) -> Planted:
     honest = TorchBackend._dispatch
 
     def dispatch(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
@@ -51,8 +53,7 @@ def after_dispatch(change: Callable[[Tensor, Tensor | None], None]) -> Iterator[
             change(moved[0], moved[1])
         return moved
 
-    with mock.patch.object(TorchBackend, "_dispatch", dispatch):
-        yield
+    return mock.patch.object(TorchBackend, "_dispatch", dispatch)
 
 
 def flip_a_bit(rows: Tensor, weights: Tensor | None) -> None:
@@ -72,8 +73,7 @@ def swap_two_weights(rows: Tensor, weights: Tensor | None) -> None:
         weights[[2, 3]] = weights[[3, 2]]
 
 
-@contextlib.contextmanager
-def wrong_sum() -> Iterator[None]:
+def wrong_sum() -> Planted:
     honest = TorchBackend.combine
 
     def combine(self: TorchBackend, *args: Any, **kwargs: Any) -> Any:
@@ -82,12 +82,10 @@ def wrong_sum() -> Iterator[None]:
             y[-1] *= 1.5
         return y, values
 
-    with mock.patch.object(TorchBackend, "combine", combine):
-        yield
+    return mock.patch.object(TorchBackend, "combine", combine)
 
 
-@contextlib.contextmanager
-def sum_backwards() -> Iterator[None]:
+def sum_backwards() -> Planted:
     honest = torch_backend.sum_in_order
 
     def backwards(
@@ -97,12 +95,10 @@ def sum_backwards() -> Iterator[None]:
         index = torch.where(index < 0, -1, len(rows) - 1 - index)
         return honest(rows.flip(0), index, num_terms, weights)
 
-    with mock.patch.object(torch_backend, "sum_in_order", backwards):
-        yield
+    return mock.patch.object(torch_backend, "sum_in_order", backwards)
 
 
-@contextlib.contextmanager
-def count_one_row_more() -> Iterator[None]:
+def count_one_row_more() -> Planted:
     honest = Fresh.made
 
     def made(self: Fresh, *args: Any, **kwargs: Any) -> Any:
@@ -110,12 +106,10 @@ def count_one_row_more() -> Iterator[None]:
         route.sizes[-2 - 2 * len(route.counts)] += 1
         return route
 
-    with mock.patch.object(Fresh, "made", made):
-        yield
+    return mock.patch.object(Fresh, "made", made)
 
 
-@contextlib.contextmanager
-def overwrite_the_rows_before() -> Iterator[None]:
+def overwrite_the_rows_before() -> Planted:
     before: list[Tensor] = []
 
     def change(rows: Tensor, weights: Tensor | None) -> None:
@@ -123,12 +117,10 @@ def overwrite_the_rows_before() -> Iterator[None]:
             old.detach().zero_()
         before[:] = [rows]
 
-    with after_dispatch(change):
-        yield
+    return after_dispatch(change)
 
 
-@contextlib.contextmanager
-def change_now_and_then() -> Iterator[None]:
+def change_now_and_then() -> Planted:
     calls = 0
 
     def change(rows: Tensor, weights: Tensor | None) -> None:
@@ -137,11 +129,10 @@ def change_now_and_then() -> Iterator[None]:
         if calls % 2 == 0:
             rows[0] = 1
 
-    with after_dispatch(change):
-        yield
+    return after_dispatch(change)
 
 
-PLANT: dict[str, Callable[[], contextlib.AbstractContextManager]] = {
+PLANT: dict[str, Callable[[], Planted]] = {
     "flip a bit": functools.partial(after_dispatch, flip_a_bit),
     "drop a row": functools.partial(after_dispatch, drop_a_row),
     "swap two rows": functools.partial(after_dispatch, swap_two_rows),
