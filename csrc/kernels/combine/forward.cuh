@@ -8,6 +8,7 @@
 // A chunk that no rank of my node has a copy of: until my push slot is free, then flag "nothing".
 #pragma once
 
+#include "device/load_then_store.cuh"
 #include "kernels/combine/call.cuh"
 
 namespace hybrid_ep::kernels::several_nodes {
@@ -105,7 +106,9 @@ class Forward {
         auto* from = reinterpret_cast<const float*>(s_.c.at(l.pushed_values(pushed, lane_id())));
         auto* to = reinterpret_cast<float*>(sums + int64_t(lane_id()) * l.sum_record_bytes +
                                             s_.record().weights_offset());
-        for (int i = 0; i < l.buffer.topk; ++i) to[i] = from[i];
+        load_then_store(
+            l.buffer.topk, [&](int k) { return from[k]; },
+            [&](int k, float value) { to[k] = value; });
     }
 
     // One lane: its token.

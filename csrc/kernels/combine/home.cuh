@@ -6,6 +6,7 @@
 //   behind the last sum, flags "push free" of my slot and "home free" in each rail peer
 #pragma once
 
+#include "device/load_then_store.cuh"
 #include "device/take.cuh"
 #include "kernels/combine/call.cuh"
 
@@ -118,19 +119,21 @@ class Home {
         const int topk = l.buffer.topk;
         const Experts mine = experts(token);
         const layout::HandleView handle(s_.p.summed.words, s_.c.world.handle);
-        for (int k = 0; k < topk; ++k) {
-            const int place = handle.places[int64_t(token) * topk + k];
-            float value = 0.f;
-            if (place >= 0) {
-                const int node = mine.expert[place] / mine.of_node;
+        const int8_t* places = handle.places + int64_t(token) * topk;
+        float* home_values = s_.p.summed.home_values + int64_t(token) * topk;
+        load_then_store<4>(  // with more of them registers spill
+            topk,
+            [&](int k) {
+                const int place = __ldg(&places[k]);
+                if (place < 0) return 0.f;
+                const int node = __ldg(&mine.expert[place]) / mine.of_node;
                 const char* values =
                     node == s_.c.node
                         ? pushed
                         : s_.c.at(l.home_sum(node, slot, lane_id())) + s_.record().weights_offset();
-                value = reinterpret_cast<const float*>(values)[place];
-            }
-            s_.p.summed.home_values[int64_t(token) * topk + k] = value;
-        }
+                return reinterpret_cast<const float*>(values)[place];
+            },
+            [&](int k, float value) { home_values[k] = value; });
     }
 
     // One lane: its token. The sums of my node's ranks make a sum of their own.

@@ -10,6 +10,7 @@
 // per Buffer: a pusher first looks whether the home has read the call before. `values`, one float
 // per row, ride along unsummed: they are the gradients of the weights.
 #include "device/copy_walk.cuh"
+#include "device/load_then_store.cuh"
 #include "kernels/announce.cuh"
 #include "kernels/combine/block.cuh"
 #include "kernels/launch.cuh"
@@ -85,9 +86,9 @@ class Walker {
             const SumJobs::Position at = jobs_.in_turn(lane_id());
             if (mine) list_home(token, own >= 0, copy, at);
             if (!await_sums(mine, token)) return false;
-            if (mine && p_.summed.values != nullptr) take_values(token);
             if (mine) jobs_.end(at);
             jobs_.advance_in_turn(count);
+            if (mine && p_.summed.values != nullptr) take_values(token, copy);
         }
         return true;
     }
@@ -110,14 +111,12 @@ class Walker {
     // One lane; the job is not filled yet.
     __device__ void list_home(int64_t token, bool has_own, const layout::Copy& copy,
                               const SumJobs::Position& at) {
-        const int32_t* rows = handle_.rows + copy.first_row;
-        send_values(copy, rows, p_.context.mine());
         SumJob& job = jobs_.begin(at);
         job.sum.to = p_.summed.y + token * p_.summed.row_bytes;
         job.sum.note = 0;
         job.sum.num_sums = handle_.num_others[token];
         job.sum.num_before_own = has_own ? copy.others_before : -1;
-        list_rows(job, copy.num_rows, rows);
+        list_rows(job, copy.num_rows, handle_.rows + copy.first_row);
         job.sums = p_.context.mine() + buffer_.inbox_row(token, 0, p_.summed.row_bytes);
         for (int i = 0; i < job.sum.num_sums; ++i) job.term[copy.num_rows + i] = i * row_units();
     }
@@ -139,20 +138,29 @@ class Walker {
     __device__ void send_values(const layout::Copy& copy, const int32_t* rows, char* home) const {
         if (p_.summed.values == nullptr) return;
         auto* values = reinterpret_cast<float*>(home + buffer_.values_of(copy.token));
-#pragma unroll 8
-        for (int i = 0; i < copy.num_places; ++i) {
-            values[copy.first_place + i] =
-                i < copy.num_rows ? __ldg(&p_.summed.values[rows[i]]) : 0.f;
-        }
+        load_then_store(
+            copy.num_places,
+            [&](int i) { return i < copy.num_rows ? __ldg(&p_.summed.values[rows[i]]) : 0.f; },
+            [&](int i, float value) { values[copy.first_place + i] = value; });
     }
 
-    // Each top-k slot of my token gets the value of its place.
-    __device__ void take_values(int64_t token) const {
-        auto* values = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
-        for (int k = 0; k < buffer_.topk; ++k) {
-            const int place = handle_.places[token * buffer_.topk + k];
-            p_.summed.home_values[token * buffer_.topk + k] = place >= 0 ? values[place] : 0.f;
-        }
+    // Each top-k slot of my token gets the value of its place: of my own row, or what has come.
+    __device__ void take_values(int64_t token, const layout::Copy& own) const {
+        auto* came = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
+        const int32_t* rows = handle_.rows + own.first_row;
+        const int8_t* places = handle_.places + token * buffer_.topk;
+        float* home_values = p_.summed.home_values + token * buffer_.topk;
+        load_then_store(
+            buffer_.topk,
+            [&](int k) {
+                const int place = __ldg(&places[k]), at_own = place - own.first_place;
+                const bool is_own = unsigned(at_own) < unsigned(own.num_rows);
+                const bool is_dropped = !is_own && unsigned(at_own) < unsigned(own.num_places);
+                const int row = __ldg(&rows[is_own ? at_own : 0]);  // no branch, which would wait
+                const float value = *(is_own ? p_.summed.values + row : came + max(place, 0));
+                return place < 0 || is_dropped ? 0.f : value;
+            },
+            [&](int k, float value) { home_values[k] = value; });
     }
 
     __device__ uint64_t* flag_in(char* home, int64_t token, int other) const {
