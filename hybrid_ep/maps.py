@@ -9,7 +9,7 @@ then -1:
     1 1 1 0 0 1  -->  0  1  2        one expert is left out: the most are 4
 
 All of it is exact. On a GPU a kernel of the nvlink extension does each (``backends/cuda/maps``),
-torch does elsewhere, and where somebody watches ops (a compiler, a tracer), with the same bits.
+torch does elsewhere, and where somebody transforms ops (a compiler, a tracer), with the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
 from hybrid_ep.ops.gradients import needs_grad
 from hybrid_ep.ops.rules import TOPK_DTYPES
-from hybrid_ep.ops.verbs import watched
+from hybrid_ep.ops.verbs import transformed
 from hybrid_ep.shape import MAX_EXPERTS
 
 
@@ -168,7 +168,7 @@ def _find_experts(
     routing_map: Tensor, probs: Tensor | None, topk: int
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Experts int16 ``[T, K]``, their probs, and the most experts of tokens, int32 ``[B]``."""
-    if not watched(routing_map, probs) and kernels.serve(routing_map.device):
+    if not transformed(routing_map, probs) and kernels.serve(routing_map.device):
         return kernels.map_to_topk(routing_map, probs, topk)
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
@@ -189,7 +189,7 @@ def _gather(probs: Tensor, topk_idx: Tensor) -> Tensor:
 
 
 def _scatter(values: Tensor, topk_idx: Tensor, num_experts: int) -> Tensor:
-    if not watched(values, topk_idx) and kernels.serve(values.device):
+    if not transformed(values, topk_idx) and kernels.serve(values.device):
         return kernels.topk_to_dense(values, topk_idx, num_experts)
     shape = (values.shape[0], num_experts)
     dense = torch.zeros(shape, dtype=torch.float32, device=values.device)

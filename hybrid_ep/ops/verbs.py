@@ -36,15 +36,22 @@ PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 def watched(*tensors: Tensor | None) -> bool:
     """Whether anybody wants to see ops; the compiler takes this for the constant True.
 
-    torch.compile, export, a dispatch mode (selective checkpoint, FakeTensor), functorch, torch.jit
-    and the profiler do, and whoever passes tensors of another type.
+    The profiler does, and whoever does something else than run them.
+    """
+    return _profiler_enabled() or transformed(*tensors)
+
+
+def transformed(*tensors: Tensor | None) -> bool:
+    """Whether anybody does something else with ops than run them; True while compiling.
+
+    torch.compile, export, a dispatch mode (selective checkpoint, FakeTensor), functorch and
+    torch.jit do, and whoever passes tensors of another type.
     """
     return (
         is_compiling()
         or _len_torch_dispatch_stack() > 0
         or _are_functorch_transforms_active()
         or _get_tracing_state() is not None
-        or _profiler_enabled()
         or not PLAIN.issuperset(map(type, tensors))
     )
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import hybrid_ep
+from hybrid_ep.backends.cuda import maps as kernels
 
 pytestmark = pytest.mark.not_on("nvlink", "nodes", why="no backend takes part: torch_gpu shows it")
 
@@ -105,6 +106,14 @@ def test_many_slots_name_few_experts(alone, topk):
                 expected[t, expert] += values[t, slot]
     dense = hybrid_ep.topk_to_dense(values.to(alone.device), topk_idx.to(alone.device), 6)
     same_bits(dense, expected)
+
+
+def test_a_profile_shows_the_kernels_that_run_without_it(alone, monkeypatch):
+    monkeypatch.setattr(kernels, "serve", lambda device: True)
+    monkeypatch.setattr(kernels, "topk_to_dense", lambda *inputs: "the kernel's")
+    values = torch.zeros((2, 3), device=alone.device)
+    with torch.profiler.profile():
+        assert hybrid_ep.topk_to_dense(values, values.int(), 4) == "the kernel's"
 
 
 def test_topk_to_dense_without_tokens(alone):
