@@ -25,10 +25,11 @@ from torch.compiler import is_compiling
 from hybrid_ep.backends import Moved, Route
 from hybrid_ep.communicator import Communicator
 from hybrid_ep.handle import Dispatched, Handle
-from hybrid_ep.ops import gradients, rules, verbs
+from hybrid_ep.ops import gradients, replay, rules, verbs
 from hybrid_ep.ops.registration import forward_order
 
 
+@replay.hidden
 def dispatch(
     communicator: Communicator,
     x: Tensor,
@@ -97,6 +98,7 @@ def dispatch(
     )
 
 
+@replay.hidden
 def combine(
     communicator: Communicator,
     rows: Tensor,
@@ -162,6 +164,11 @@ def _route_and_dispatch(
             num_rows = verbs.rows_op(made.sizes[0], communicator.id).shape[0]
         inputs = x, weights, scales, made.layout, topk_idx.shape[0], num_rows, num_sms
         return made, _dispatch(communicator, *inputs)
+    kept = replay.replayed("route")
+    if kept is not None:
+        made = _with_own_counts(Route(*kept))
+        inputs = x, weights, scales, made.layout, topk_idx.shape[0], _rows_of(made, max_rows)
+        return made, _dispatch(communicator, *inputs, num_sms)
     rules.check_experts(communicator, topk_idx)
     sizing = {"max_rows": max_rows, "align": align, "num_sms": num_sms}
     if most is not None:
@@ -170,8 +177,24 @@ def _route_and_dispatch(
         made = []
         inputs = x, weights, scales, topk_idx, sizing, communicator, made
         moved = gradients.apply_dispatch_fresh(*inputs)
-        return made[0], moved
-    return communicator.verbs.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
+        (made,) = made
+    else:
+        made, moved = communicator.verbs.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
+    if replay.in_region():
+        replay.keep("route", _with_own_counts(made))
+    return made, moved
+
+
+def _with_own_counts(made: Route) -> Route:
+    """The counts are the caller's, who may sum them over the ranks in place."""
+    return made._replace(counts=made.counts.clone())
+
+
+def _rows_of(made: Route, max_rows: int | None) -> int:
+    """M of a route that is replayed; an op, which keeps no numbers of the host, makes it wait."""
+    if max_rows is not None:
+        return max_rows
+    return int(made.offsets[-1]) if made.host_offsets is None else made.host_offsets[-1]
 
 
 def _dispatch(

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
 )
 from torch.utils.checkpoint import checkpoint as _torch_checkpoint
 
-from hybrid_ep.ops import verbs
+from hybrid_ep.ops import replay, topk, verbs
 
 SAC_SAVE_OPS = verbs.ROUTES
 """What a selective-checkpoint policy must save so that recomputation replays the layout: a few MB a
@@ -25,46 +24,47 @@ layer, no payload. Add ``torch.ops.aten.topk.default`` if the router is inside t
 the weights stay those of the saved experts. Such a region is eager, or it and its checkpoint are
 inside ``torch.compile``: around compiled code ``hybrid_ep.checkpoint`` is right, see there."""
 
-_REPLAYED = frozenset((*SAC_SAVE_OPS, torch.ops.aten.topk.default))
 
+class _Region(TorchFunctionMode):
+    """One run of a region, whose calls of topk are kept or replayed.
 
-def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if op in _REPLAYED else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-class _SaveRouting(TorchDispatchMode):
-    """Torch's mode that saves results, and hands out copies of those.
-
-    Compiled code reuses the memory of a tensor after its last use there, and torch's mode saves the
-    tensor itself: ``topk(...).values.sigmoid()`` would be saved with the sigmoid applied.
+    A mode for functions sees the calls of Python alone; one for ops would cost the host several
+    times more. Dynamo traces through it, so compiled code asks as well.
     """
 
-    def __init__(self, saving: TorchDispatchMode) -> None:
+    def __init__(self, kept: replay.Kept, *, is_forward: bool) -> None:
         super().__init__()
-        self._saving = saving
+        self._kept, self._is_forward = kept, is_forward
 
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:  # like torch's: functions are compiled under it
-        return True
-
-    def __enter__(self) -> _SaveRouting:
-        self._saving.__enter__()
+    def __enter__(self) -> _Region:
+        replay.enter(self._kept, is_forward=self._is_forward)
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        self._saving.__exit__(*error)
+        replay.leave()
 
-    def __torch_dispatch__(
-        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        result = op(*args, **(kwargs or {}))
-        return tree_map_only(Tensor, torch.clone, result) if op in _REPLAYED else result
+        kwargs = kwargs or {}
+        if func in topk.CAUGHT and "out" not in kwargs:
+            func = topk.topk
+        return func(*args, **kwargs)
 
 
-def _contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
-    saving, replaying = create_selective_checkpoint_contexts(_save_routing)
-    return _SaveRouting(saving), replaying
+def _regions() -> tuple[_Region, _Region]:
+    kept: replay.Kept = defaultdict(list)
+    return _Region(kept, is_forward=True), _Region(kept, is_forward=False)
+
+
+def _save_routing(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_saved = op in SAC_SAVE_OPS or op in topk.OPS
+    return CheckpointPolicy.MUST_SAVE if is_saved else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoint(
@@ -107,7 +107,7 @@ def checkpoint(
             "own, which saves the routing. For a policy of your own, call torch.utils.checkpoint "
             "with one that saves hybrid_ep.SAC_SAVE_OPS"
         )
-    contexts = _contexts
-    if is_compiling():  # the compiler saves, by the policy, and knows torch's own modes only
+    contexts = _regions
+    if is_compiling() or get_proxy_mode() is not None:  # who makes the graph saves, by a policy
         contexts = functools.partial(create_selective_checkpoint_contexts, _save_routing)
     return _torch_checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

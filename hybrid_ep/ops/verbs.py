@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from hybrid_ep.communicator import find
-from hybrid_ep.ops import registration, rules
+from hybrid_ep.ops import registration, replay, rules
 
 try:
     from torch._C import (
@@ -112,7 +112,8 @@ def _run_route(*inputs: Any) -> tuple[Tensor, ...]:
     if most is not None:
         rules.check_most(communicator, most)
         sizing |= {"most": most.contiguous(), "slots": slots}
-    return tuple(communicator.verbs.route(topk_idx, **sizing)[:4])  # what is on the host is left
+    made = replay.copied("route", lambda: communicator.verbs.route(topk_idx, **sizing))
+    return tuple(made[:4])  # what is on the host is left
 
 
 def _fake_route(*inputs: Any) -> tuple[Tensor, ...]:
@@ -122,7 +123,7 @@ def _fake_route(*inputs: Any) -> tuple[Tensor, ...]:
 
 
 def _run_rows(required_rows: Tensor, buffer_id: int) -> Tensor:
-    num_rows = int(required_rows)  # waits for the route
+    (num_rows,) = replay.copied("rows", lambda: (int(required_rows),))  # waits for the route
     find(buffer_id).verbs.check()  # after a fault it is no number of rows
     return required_rows.new_empty([num_rows, 0])
 

@@ -113,7 +113,7 @@ class NoisyBlock:
 
     def make_buffer(self) -> None:
         self.buffer = self.me.buffer(**self.case.sizes())
-        names = ("route", "dispatch", "combine", "combine_backward")
+        names = ("route", "dispatch", "dispatch_fresh", "combine", "combine_backward")
         note_calls(self.buffer, names, lambda verb, *_, **__: self.calls.append(verb))
 
     def __call__(self, x: Tensor) -> Tensor:

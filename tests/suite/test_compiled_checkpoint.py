@@ -17,11 +17,6 @@ pytestmark = [
         "torch_gpu", why="what torch compiles for a GPU is compared on the kernels' targets"
     ),
     pytest.mark.not_on("nodes", why=SAME_OPS),
-    pytest.mark.skipif(
-        torch.__version__ < "2.7",
-        reason="torch 2.6 runs a compiled function eagerly in a checkpoint with a policy, and "
-        "never compiles it in that process again",
-    ),
 ]
 CASE = Case("recompute", num_ranks=2, topk=3, dtype=torch.float32)
 ENOUGH = 256  # rows

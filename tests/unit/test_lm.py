@@ -104,7 +104,7 @@ def test_plain_torch_has_a_communicator_of_its_own(world):
 
 
 FROM_OUTPUT = ["_ArrivedBackward", "AddBackward0"]  # on the caller's stream, behind nothing
-FROM_COMBINED = ["_ArrivedBackward", "VerbBackward"]  # where combine arrives, likewise
+FROM_COMBINED = ["_ArrivedBackward", "_CombineBackward"]  # where combine arrives, likewise
 
 
 @pytest.mark.parametrize(

@@ -143,6 +143,20 @@ def test_the_host_waits_behind_publish_and_only_for_exact_sizes(quiet):
     assert quiet.asked() == ["combine"]
 
 
+def test_the_host_does_not_wait_in_a_recomputation_which_knows_its_rows(quiet):
+    inputs = quiet.inputs
+
+    def block(x):
+        out = hybrid_ep.dispatch(quiet.buffer, x, inputs.topk_idx, inputs.weights)
+        return hybrid_ep.combine(quiet.buffer, torch.tanh(out.rows), out.handle)
+
+    y = hybrid_ep.checkpoint(block, inputs.x.clone().requires_grad_())
+    assert quiet.asked() == ["publish_fresh", "await_offsets", "pull", "combine"]
+    y.sum().backward()
+    recomputed, backward = ["dispatch", "combine"], ["dispatch", "combine"]
+    assert quiet.asked() == [*recomputed, *backward]
+
+
 def test_the_sizes_of_a_fresh_dispatch_are_parts_of_one_small_tensor(quiet):
     out = quiet.dispatch(max_rows=32)
     handle, experts = out.handle, quiet.buffer.num_local_experts
