@@ -6,6 +6,8 @@
     gradients      what is saved, and the two backward functions
     registration   how a verb becomes an op, and what keeps compiled verbs in program order
     checkpoint     recomputation that replays the routing
+    topk           the choice of experts in a checkpointed region
+    replay         what the forward of a region keeps, and its recomputations take
     round_trip     a token between every pair of ranks, when a Buffer of several nodes is made
 
 A change of a fake implementation or of a gradient needs another schema or overload name: the

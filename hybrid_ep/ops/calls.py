@@ -1,7 +1,7 @@
 """``dispatch`` and ``combine`` of a Communicator, as ``Buffer.dispatch`` and ``combine`` call them.
 
     dispatch(x, topk_idx, topk_weights)
-      route     topk_idx -> layout                             small, no payload; saved by SAC
+      route     topk_idx -> layout                             small, no payload; may be kept
       dispatch  x, weights, scales, layout -> rows, weights, scales
     combine(rows, handle, weights)
       combine   rows, weights, layout -> y
@@ -12,8 +12,9 @@ The rules are checked here, before anything is sent. Then one of three ways is t
     a gradient is wanted   an autograd Function, ``gradients``
     neither                the backend, at once
 
-Splitting route off is what makes recomputation exact: a checkpoint that saves the outputs of
-``route`` (``SAC_SAVE_OPS``) replays the forward's layout, whatever the router says then.
+Splitting route off is what makes recomputation exact: a checkpoint that keeps what ``route`` made
+(``replay``, or a policy that saves ``SAC_SAVE_OPS``) replays the forward's layout, whatever the
+router says then.
 """
 
 from __future__ import annotations

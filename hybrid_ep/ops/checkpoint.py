@@ -77,9 +77,11 @@ def checkpoint(
     """``torch.utils.checkpoint`` that recomputes everything but the routing.
 
     A plain checkpoint runs the router again, and a near tie that falls the other way gives other
-    rows than the forward saw. Here the choice of experts and the layout are those of the forward.
-    In a graph of ``torch.compile`` the results of dispatch and combine are saved as well. A
-    ``function`` that is compiled itself may run as anything but CUDA graphs, which show no op.
+    rows than the forward saw. Here the layouts of dispatch and the results of ``torch.topk`` and
+    ``Tensor.topk`` are those of the forward. A choice of experts that is made otherwise belongs
+    outside of ``function``: it would be made again. In a graph of ``torch.compile`` the results of
+    dispatch and combine are saved as well. A ``function`` that is compiled itself may run as
+    anything but CUDA graphs, which ask nothing when they are replayed.
 
     Args:
         function: what to checkpoint; it may call dispatch and combine.
@@ -95,6 +97,8 @@ def checkpoint(
 
     Raises:
         ValueError: ``use_reentrant`` is true, or a ``context_fn`` is given.
+        RuntimeError: in the backward: the recomputation made more such calls than the forward, or
+            a tensor of a handle was written to, other than ``counts``.
     """
     if use_reentrant:
         raise ValueError(
