@@ -175,10 +175,10 @@ def _route_and_dispatch(
     if most is not None:
         sizing |= {"most": most, "slots": slots}
     if gradients.needs_grad(x, weights):
-        made = []
-        inputs = x, weights, scales, topk_idx, sizing, communicator, made
+        routes: list[Route] = []
+        inputs = x, weights, scales, topk_idx, sizing, communicator, routes
         moved = gradients.apply_dispatch_fresh(*inputs)
-        (made,) = made
+        (made,) = routes
     else:
         made, moved = communicator.verbs.dispatch_fresh(topk_idx, x, weights, scales, **sizing)
     if replay.in_region():

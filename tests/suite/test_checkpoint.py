@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
 
 import hybrid_ep
-from hybrid_ep.ops import replay
+from hybrid_ep.ops import replay, verbs
 from tests.cases import Case
 from tests.checks import same_bytes
 from tests.ranks import layers
@@ -142,6 +142,18 @@ def test_a_region_is_recomputed_any_number_of_times(alone, stored, bound):
         same_gradients(block.gradient(y, retain_graph=True), stored)
     assert block.calls.count("dispatch_fresh") == 1 and "route" not in block.calls
     assert block.forwards == 4
+
+
+def test_nobody_watches_ops_in_a_region(alone):
+    """A dispatch mode would send each op through Python, and dispatch the slow way."""
+    block, seen = Block(alone), []
+
+    def looking(x: Tensor) -> Tensor:
+        seen.append(verbs.watched(x))
+        return block(x)
+
+    block.gradient(hybrid_ep.checkpoint(looking, block.x))
+    assert seen == [False, False]
 
 
 @pytest.mark.parametrize("bound", [None, 128], ids=["exact", "bounded"])
