@@ -38,7 +38,7 @@ def watched(*tensors: Tensor | None) -> bool:
 
     The profiler does, and whoever does something else than run them.
     """
-    return _profiler_enabled() or transformed(*tensors)
+    return transformed(*tensors) or _profiler_enabled()
 
 
 def transformed(*tensors: Tensor | None) -> bool:
