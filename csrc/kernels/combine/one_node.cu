@@ -88,7 +88,9 @@ class Walker {
             if (!await_sums(mine, token)) return false;
             if (mine) jobs_.end(at);
             jobs_.advance_in_turn(count);
-            if (mine && p_.summed.values != nullptr) take_values(token, copy);
+            if (!mine || p_.summed.values == nullptr) continue;
+            send_values(copy, handle_.rows + copy.first_row, p_.context.mine());
+            take_values(token);
         }
         return true;
     }
@@ -144,21 +146,16 @@ class Walker {
             [&](int i, float value) { values[copy.first_place + i] = value; });
     }
 
-    // Each top-k slot of my token gets the value of its place: of my own row, or what has come.
-    __device__ void take_values(int64_t token, const layout::Copy& own) const {
-        auto* came = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
-        const int32_t* rows = handle_.rows + own.first_row;
+    // Each top-k slot of my token gets the value of its place.
+    __device__ void take_values(int64_t token) const {
+        auto* values = reinterpret_cast<const float*>(p_.context.mine() + buffer_.values_of(token));
         const int8_t* places = handle_.places + token * buffer_.topk;
         float* home_values = p_.summed.home_values + token * buffer_.topk;
         load_then_store(
             buffer_.topk,
             [&](int k) {
-                const int place = __ldg(&places[k]), at_own = place - own.first_place;
-                const bool is_own = unsigned(at_own) < unsigned(own.num_rows);
-                const bool is_dropped = !is_own && unsigned(at_own) < unsigned(own.num_places);
-                const int row = __ldg(&rows[is_own ? at_own : 0]);  // no branch, which would wait
-                const float value = *(is_own ? p_.summed.values + row : came + max(place, 0));
-                return place < 0 || is_dropped ? 0.f : value;
+                const int place = __ldg(&places[k]);
+                return place >= 0 ? values[place] : 0.f;
             },
             [&](int k, float value) { home_values[k] = value; });
     }
