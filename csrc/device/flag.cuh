@@ -75,7 +75,8 @@ __device__ __forceinline__ void remember_announcement(const Watch& watch, Phase 
 // a millisecond.
 constexpr uint32_t kPollsPerLook = 1024;
 
-// Whether `peer`, which this rank waits for in vain, has given up or makes another verb than mine.
+// Whether `peer`, which this rank waits for in vain, has given up, makes another verb than mine, or
+// none, as another rank has found.
 __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, int channel,
                                      uint64_t epoch) {
     const uint64_t reason =
@@ -91,7 +92,11 @@ __device__ inline bool will_not_come(const Watch& watch, Phase phase, int peer, 
         layout::verb_of(theirs) != layout::verb_of(mine)) {
         return false;
     }
-    report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, theirs, mine);
+    if (theirs == layout::nothing_announced(mine)) {  // passed on by a rank that waited first
+        report_fault(watch, FaultKind::kTimeout, phase, peer, channel, epoch, (epoch - 1) << 16);
+    } else {
+        report_fault(watch, FaultKind::kOtherCall, phase, peer, channel, epoch, theirs, mine);
+    }
     return true;
 }
 
