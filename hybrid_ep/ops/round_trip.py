@@ -14,7 +14,6 @@ from torch import Tensor
 from hybrid_ep.communicator import Communicator
 from hybrid_ep.errors import SetupError
 from hybrid_ep.ops.calls import combine, dispatch
-from hybrid_ep.shape import SUM_DTYPES
 
 _PATTERNS = 120  # distinct values: exact in a byte and in bf16
 _verified: set[tuple[int, int, tuple[str, ...]]] = set()
@@ -60,17 +59,17 @@ def verify(communicator: Communicator) -> None:
 def _exchange(communicator: Communicator, peers: range) -> list[str]:
     """A token to each of the peers and back; a sentence for each that went wrong."""
     shape, device, me = communicator.shape, communicator.device, communicator.group.rank
-    sent = torch.stack([_pattern(communicator, me, peer) for peer in peers])
+    dtype, summed = dtypes_for(communicator)
+    sent = torch.stack([_pattern(communicator, me, peer, dtype) for peer in peers])
     topk_idx = torch.full((len(peers), shape.topk), -1, dtype=torch.int64, device=device)
     first_experts = [peer * shape.num_local_experts for peer in peers]
     topk_idx[:, 0] = torch.tensor(first_experts, dtype=torch.int64, device=device)
-    summed = shape.dtype if shape.dtype in SUM_DTYPES else torch.bfloat16
     with torch.no_grad():
         out = dispatch(communicator, sent, topk_idx, None, None, None, None, None, 1, None)
         home = combine(communicator, out.rows.to(summed), None, None, out.handle, None)[0]
     wrong = []
     for source, row in enumerate(out.rows):  # one of each rank, in their order
-        if not torch.equal(row, _pattern(communicator, source, me)):
+        if not torch.equal(row, _pattern(communicator, source, me, dtype)):
             wrong.append(f"dispatch from rank {source} to rank {me}")
     if me in peers and len(out.rows) != shape.num_ranks:
         wrong.append(f"rank {me} got {len(out.rows)} tokens from {shape.num_ranks} ranks")
@@ -80,9 +79,17 @@ def _exchange(communicator: Communicator, peers: range) -> list[str]:
     return wrong
 
 
-def _pattern(communicator: Communicator, source: int, peer: int) -> Tensor:
+def dtypes_for(communicator: Communicator) -> tuple[torch.dtype, torch.dtype]:
+    """Of the tokens and of the sums: one, but where tokens are of single bytes."""
+    dtype, both = communicator.shape.dtype, communicator.two_way_dtypes
+    if not both:
+        return torch.uint8, torch.bfloat16
+    return (dtype, dtype) if dtype in both else (both[0], both[0])
+
+
+def _pattern(communicator: Communicator, source: int, peer: int, dtype: torch.dtype) -> Tensor:
     """``[hidden]``: what ``source`` sends to ``peer``; other pairs differ in every element."""
-    shape = communicator.shape
-    dtype = shape.dtype if shape.dtype in SUM_DTYPES else torch.uint8
-    elements = torch.arange(shape.hidden, dtype=torch.int64, device=communicator.device)
+    elements = torch.arange(
+        communicator.shape.hidden, dtype=torch.int64, device=communicator.device
+    )
     return ((elements + 31 * source + 7 * peer) % _PATTERNS).to(dtype)

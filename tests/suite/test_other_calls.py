@@ -42,6 +42,10 @@ def test_layouts_of_two_routes_in_another_order_are_a_peer_error(
         if target.has_kernels:
             # each names a rank whose layout is another: the last one, and for that any
             peers = [last] if rank < last else range(last)
+            if "another rank has given up waiting for it" in text:  # in the call before, perhaps
+                assert target.nodes == "several" and 0 < rank < last, text
+                assert text.startswith(f"rank {rank} waited for rank {last} in "), text
+                continue
             starts = [f"rank {rank} waited for rank {peer} in {phase} (call " for peer in peers]
             assert text.startswith(tuple(starts)), text
             _, found, difference = text.partition("the peer makes this call with another layout; ")

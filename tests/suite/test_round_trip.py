@@ -1,8 +1,12 @@
 """The round trip that a network has to pass when ranks are new."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from hybrid_ep.ops import round_trip
+from hybrid_ep.shape import Shape, unaligned
 from tests import targets
 from tests.cases import Case
 from tests.ranks import round_trips
@@ -19,6 +23,7 @@ SHAPES = {
     "top_1": (2, {"topk": 1}),
     "fp32": (2, {"dtype": torch.float32}),
     "fp8": (2, {"dtype": torch.float8_e4m3fn}),
+    "rows_of_16_bytes_as_float32_alone": (2, {"dtype": torch.int32, "hidden": 4}),
 }
 
 
@@ -39,6 +44,27 @@ ONE_NODE = pytest.mark.not_on("nvlink", why="it serves one node")
 def test_what_arrives_is_what_was_sent(world, num_ranks, changes):
     said = world(num_ranks).run(round_trips.verify, sizes_for(num_ranks, **changes))
     assert said == [""] * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("dtype", "hidden", "expected"),
+    [
+        (torch.bfloat16, 32, (torch.bfloat16, torch.bfloat16)),
+        (torch.float32, 4, (torch.float32, torch.float32)),
+        (torch.float8_e4m3fn, 16, (torch.uint8, torch.bfloat16)),
+        (torch.int32, 4, (torch.float32, torch.float32)),
+        (torch.int16, 8, (torch.bfloat16, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_rows_are_as_wide_as_the_kernels_want_them(dtype, hidden, expected):
+    sizes = {"num_experts": 4, "max_tokens": 4, "topk": 2}
+    shape = Shape(num_ranks=2, hidden=hidden, dtype=dtype, **sizes)
+    carried = shape.two_way_dtypes(aligned=True)
+    buffer = SimpleNamespace(shape=shape, two_way_dtypes=carried)
+    found = round_trip.dtypes_for(buffer)
+    assert found == expected
+    assert not any(unaligned(hidden, each) for each in found)
 
 
 @pytest.mark.parametrize(
