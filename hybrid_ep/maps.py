@@ -14,6 +14,7 @@ torch does elsewhere, and where somebody transforms ops (a compiler, a tracer), 
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from hybrid_ep.backends.cuda import maps as kernels
 from hybrid_ep.integers import as_integer
+from hybrid_ep.ops import replay
 from hybrid_ep.ops.gradients import needs_grad
 from hybrid_ep.ops.rules import TOPK_DTYPES
 from hybrid_ep.ops.verbs import transformed
@@ -169,7 +171,8 @@ def _find_experts(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Experts int16 ``[T, K]``, their probs, and the most experts of tokens, int32 ``[B]``."""
     if not transformed(routing_map, probs) and kernels.serve(routing_map.device):
-        return kernels.map_to_topk(routing_map, probs, topk)
+        make = functools.partial(kernels.map_to_topk, routing_map, probs, topk)
+        return replay.copied("map_to_topk", make)  # elsewhere the topk below is replayed
     num_tokens, num_experts = routing_map.shape
     device = routing_map.device
     # a key for each expert, the larger the earlier; 0 where the token does not have it

@@ -12,6 +12,7 @@ each of tests/targets.py for a test of tests/suite, the torch backend on the CPU
 from __future__ import annotations
 
 import functools
+import os
 import signal
 from collections.abc import Callable, Iterator
 
@@ -22,6 +23,8 @@ from tests import targets
 from tests.launch import Pool, Pools, Rank, give_memory_back
 from tests.targets import Target
 
+# each process that compiles would start others to compile in, which takes longer than compiling
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 TEST_DEADLINE_S = 180  # longer than any other deadline: tests/unit/test_deadlines.py
 MIN_CAPABILITY = (9, 0)
 

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+from torch._C import _are_functorch_transforms_active
 from torch.compiler import is_compiling
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
@@ -52,8 +53,10 @@ class _Region(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        # vmap and its like run topk as it is: what they pass is no tensor to keep
         if func in topk.CAUGHT and "out" not in kwargs:
-            func = topk.topk
+            if is_compiling() or not _are_functorch_transforms_active():
+                func = topk.topk
         return func(*args, **kwargs)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
+from torch.utils._python_dispatch import _disable_current_modes
 
 Result = tuple[Any, ...]
 Kept = defaultdict[str, list[tuple[Result, list[int]]]]
@@ -124,7 +125,8 @@ def hidden(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _copies(result: Result) -> Result:
-    return tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in result)
+    with _disable_current_modes():  # a policy that saves clones must not see these
+        return tuple(each.detach().clone() if isinstance(each, Tensor) else each for each in result)
 
 
 def _versions(result: Result) -> list[int]:

@@ -16,16 +16,24 @@ from hybrid_ep.ops import replay
 
 
 class Chosen(NamedTuple):
-    """What ``torch.return_types.topk`` is, which Dynamo cannot make."""
+    """In compiled code what ``torch.return_types.topk`` is elsewhere: Dynamo cannot make it."""
 
     values: Tensor
     indices: Tensor
 
 
-def topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Chosen:
+def topk(*args: Any, **kwargs: Any) -> Any:
     """``torch.topk`` that asks the region it is called in."""
-    way = torch.ops.hybrid_ep.topk if is_compiling() else _Topk.apply
-    return Chosen(*way(input, k, dim, largest, sorted))
+    return _topk(*args, **{_OTHER_NAMES.get(name, name): each for name, each in kwargs.items()})
+
+
+_OTHER_NAMES = {"x": "input", "self": "input", "axis": "dim"}  # that torch takes as well
+
+
+def _topk(input: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    if is_compiling():
+        return Chosen(*torch.ops.hybrid_ep.topk(input, k, dim, largest, sorted))
+    return torch.return_types.topk(_Topk.apply(input, k, dim, largest, sorted))
 
 
 def _run(*inputs: Any) -> tuple[Tensor, ...]:

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import noop_context_fn, set_checkpoint_early_stop
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+    set_checkpoint_early_stop,
+)
 
 import hybrid_ep
+from hybrid_ep import maps
 from hybrid_ep.ops import replay, verbs
 from tests.cases import Case
 from tests.checks import same_bytes
@@ -328,3 +335,54 @@ def test_topk_in_a_region_is_that_of_torch(alone):
     assert torch.autograd.gradgradcheck(
         lambda x: hybrid_ep.checkpoint(block, x), scores.double().detach().requires_grad_()
     )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: torch.topk(input=x, k=2, axis=0).values,
+        lambda x: x.topk(2, axis=1, largest=False)[0],
+        lambda x: torch.ops.aten.topk.default(self=x, k=2)[0],
+        lambda x: torch.func.vmap(lambda row: row.topk(2).values)(x),
+    ],
+    ids=["input_axis", "axis", "self", "vmap"],
+)
+def test_however_topk_is_called_in_a_region(alone, call):
+    x = torch.randn(4, 6, device=alone.device, requires_grad=True)
+    same_bytes(hybrid_ep.checkpoint(call, x), call(x), "values")
+
+
+def test_a_region_hides_its_copies_from_a_policy_that_saves_clones(alone):
+    saved = {torch.ops.aten.topk.default, torch.ops.aten.clone.default}
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def layer(x: Tensor) -> Tensor:
+        chosen = x.topk(6).values
+        return (x * 3).clone().sin() * chosen.cos()
+
+    def within(x: Tensor) -> Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+        return checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
+
+    x = torch.randn(4, 6, device=alone.device, requires_grad=True)
+    (expected,) = torch.autograd.grad(layer(x).sum(), x)
+    (found,) = torch.autograd.grad(hybrid_ep.checkpoint(within, x).sum(), x)
+    same_bytes(found, expected, "gradient of x")
+
+
+def test_what_a_kernel_found_in_a_map_is_replayed(alone, monkeypatch):
+    found = [torch.tensor([[1, 2]]), torch.tensor([[0, 3]])]  # of the forward; of another map
+    monkeypatch.setattr(maps.kernels, "serve", lambda device: True)
+    monkeypatch.setattr(maps.kernels, "map_to_topk", lambda *inputs: (found.pop(0), None, None))
+    seen = []
+
+    def region(x: Tensor) -> Tensor:
+        topk_idx, _, _ = hybrid_ep.map_to_topk(x > 0, None, 2)
+        seen.append(topk_idx.tolist())
+        return x.sin()
+
+    x = torch.ones((1, 4), requires_grad=True)
+    hybrid_ep.checkpoint(region, x).sum().backward()
+    assert seen == [[[1, 2]], [[1, 2]]]
