@@ -49,14 +49,12 @@ consumers: $(PACKAGES)  ## fetch the frameworks that tests/unit/test_frameworks.
 demo: setup  ## train a small MoE model on real text, on whatever this machine has
 	@$(PY) -m hybrid_ep demo
 
-# One after the other, as CI runs them: a style error shows before any compiling. Bytecode is kept, as hundreds of
-# processes import the package.
+# One after the other, as CI runs them: a style error shows before any compiling.
 test: $(PACKAGES)  ## lint, build, then the whole test suite
 	@$(MAKE) --no-print-directory lint
 	@$(MAKE) --no-print-directory build
 	@echo "== pytest"
-	@export PYTHONDONTWRITEBYTECODE=; \
-	if $(PY) -c 'import xdist' 2>/dev/null; then \
+	@if $(PY) -c 'import xdist' 2>/dev/null; then \
 	    $(PY) -m pytest -q -m exclusive && \
 	    $(PY) -m pytest -n $(WORKERS) --dist worksteal -m "not exclusive"; \
 	else $(PY) -m pytest; fi
