@@ -121,7 +121,7 @@ class Home {
         const layout::HandleView handle(s_.p.summed.words, s_.c.world.handle);
         const int8_t* places = handle.places + int64_t(token) * topk;
         float* home_values = s_.p.summed.home_values + int64_t(token) * topk;
-        load_then_store<4>(  // with more of them registers spill
+        load_then_store<4>(  // this kernel has no registers to spare
             topk,
             [&](int k) {
                 const int place = __ldg(&places[k]);
